@@ -1,0 +1,31 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: venv serve test check nightly clean
+
+venv: $(STAMP)
+
+# torch goes first and alone, pinned by the constraints, so that nothing can pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+serve: venv  ## until the server exists, the demonstration: every layout to host and disk and back
+	$(BIN)/headwater demo
+
+check: venv
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+test: check
+	$(BIN)/python -m pytest
+
+nightly: check  ## the long profile of every hypothesis machine and fault campaign
+	HEADWATER_TEST_PROFILE=nightly $(BIN)/python -m pytest --timeout 3600
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
