@@ -1,0 +1,60 @@
+"""What every test gets: a leak check on threads and file descriptors, a tmpfs and a disk directory, profiles."""
+
+import gc
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("nightly", parent=settings.get_profile("default"), max_examples=1000, stateful_step_count=100)
+settings.load_profile(os.environ.get("HEADWATER_TEST_PROFILE", "default"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take what the imports made out of the collector's sight: the leak check below collects after every test."""
+    gc.collect()
+    gc.freeze()
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.init()  # a CUDA context opens files of its own; not a test's leak
+
+
+def _open_files() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if not target.startswith(("/dev/null", "/dev/urandom", "anon_inode", "/dev/nvidia")) and "/fd" not in target:
+            found[fd] = target
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread running or a file open."""
+    threads = set(threading.enumerate())
+    files = _open_files()
+    yield
+    gc.collect()
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+    assert not left, f"threads left running: {left}"
+    opened = {fd: target for fd, target in _open_files().items() if files.get(fd) != target}
+    assert not opened, f"files left open: {opened}"
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory on tmpfs."""
+    path = Path(tempfile.mkdtemp(prefix="headwater-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
