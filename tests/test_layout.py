@@ -90,11 +90,11 @@ def test_fingerprint_is_the_documented_encoding() -> None:
     message = b"headwater/layout/1" + struct.pack("<II", 4, 3)
     for name in (b"key", b"value"):
         message += struct.pack("<I", len(name)) + name + struct.pack("<I", 0)
-        message += struct.pack("<I", 4) + b"bf16" + struct.pack("<iI", 0, 3) + struct.pack("<III", 2, 4, 3)
+        message += struct.pack("<I", 4) + b"bf16" + struct.pack("<iiI", 0, 1, 3) + struct.pack("<III", 2, 4, 3)
     message += struct.pack("<I", 6) + b"latent" + struct.pack("<I", 1)
-    message += struct.pack("<I", 4) + b"bf16" + struct.pack("<iI", -1, 2) + struct.pack("<II", 4, 6)
+    message += struct.pack("<I", 4) + b"bf16" + struct.pack("<iiI", -1, 0, 2) + struct.pack("<II", 4, 6)
     assert mixed.fingerprint == hashlib.sha256(message).digest()
-    assert mixed.fingerprint.hex() == "a8bb794f8f2b0228b39c65090dc6a4584368d8e059b057efe3bf9fb7e4f9485f"
+    assert mixed.fingerprint.hex() == "b645cad47bd81c269aba59064d2904742677613875be36532bbad4f042b4dd93"
 
 
 def test_dtypes() -> None:

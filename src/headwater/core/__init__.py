@@ -1,1 +1,1 @@
-"""Vocabulary: pure values that every room understands. Imports nothing of ours, holds no clock, thread, file or tensor."""
+"""Vocabulary: pure values that every room understands. No clock, thread, file or tensor here."""

@@ -9,7 +9,7 @@
     ├── HostTierUnavailable             host memory cannot be had: the host tier is disabled, the rest goes on
     ├── ResourceClosed                  used after close()
     └── StoreError                      a store cannot be opened or used; the cache goes on without the tier
-        ├── StoreUnavailable              missing, read-only or foreign directory, wrong owner, another version, full disk
+        ├── StoreUnavailable              missing, read-only or foreign directory, another version, full disk
         ├── StoreMismatch                 the directory was made with other settings (byte limit, policy)
         ├── StoreBusy                     another process is opening or rebuilding it, and the deadline passed
         ├── StoreDamaged                  index or slab were damaged under a running process: reopen to rebuild

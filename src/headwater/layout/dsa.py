@@ -52,7 +52,7 @@ def _quantised(name: str, num_values: int) -> int:
 
 def _layout(num_layers: int, layer_offset: int, block_tokens: int, *, rows: tuple[int, int], dtype: DType) -> KVLayout:
     planes = [
-        Plane(role, layer, (block_tokens, row), dtype)
+        Plane(role, layer, (block_tokens, row), dtype, token_axis=0)
         for layer in range(layer_offset, layer_offset + num_layers)
         for role, row in zip((KEY, INDEXER), rows, strict=True)
     ]

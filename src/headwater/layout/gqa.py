@@ -8,6 +8,7 @@ from headwater.core.errors import InvalidLayout
 from headwater.layout.spec import KEY, KEY_SCALE, VALUE, VALUE_SCALE, DType, KVLayout, Plane
 
 _HEADS = 0  # axis of the shape that ranks divide
+_TOKENS = 1
 
 
 def gqa_layout(
@@ -16,7 +17,7 @@ def gqa_layout(
     """Describe an unquantised cache, or one whose scales are kept outside the pages."""
     shape = (num_kv_heads, block_tokens, head_dim)
     layers = range(layer_offset, layer_offset + num_layers)
-    planes = (Plane(role, layer, shape, dtype, _HEADS) for layer in layers for role in (KEY, VALUE))
+    planes = (Plane(role, layer, shape, dtype, _HEADS, _TOKENS) for layer in layers for role in (KEY, VALUE))
     return KVLayout(block_tokens, tuple(planes))
 
 
@@ -43,5 +44,7 @@ def gqa_fp8_layout(
     )
     shape = (num_kv_heads, block_tokens)
     layers = range(layer_offset, layer_offset + num_layers)
-    scales = (Plane(role, layer, shape, scale_dtype, _HEADS) for layer in layers for role in (KEY_SCALE, VALUE_SCALE))
+    scales = (
+        Plane(role, layer, shape, scale_dtype, _HEADS, _TOKENS) for layer in layers for role in (KEY_SCALE, VALUE_SCALE)
+    )
     return KVLayout(block_tokens, (*values.planes, *scales))

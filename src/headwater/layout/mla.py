@@ -18,4 +18,4 @@ def mla_layout(
     """Describe a latent cache: the compressed KV and the rotary part of the key in one row per token."""
     shape = (block_tokens, lora_rank + rope_dim)
     layers = range(layer_offset, layer_offset + num_layers)
-    return KVLayout(block_tokens, tuple(Plane(LATENT, layer, shape, dtype) for layer in layers))
+    return KVLayout(block_tokens, tuple(Plane(LATENT, layer, shape, dtype, token_axis=0) for layer in layers))

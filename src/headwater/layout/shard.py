@@ -51,6 +51,11 @@ class Part:
         shard = struct.pack("<II", self.shard.index, self.shard.count)
         return hashlib.sha256(b"headwater/part/1" + shard + self.layout.fingerprint).digest()
 
+    @property
+    def tag(self) -> int:
+        """The fingerprint's first four bytes: `part` of a page's name."""
+        return int.from_bytes(self.fingerprint[:4], "little")
+
 
 def shard_of(plane: Plane, rank: int, tp_size: int) -> Shard:
     """Find the shard of a plane that a rank holds; InvalidLayout if heads and ranks do not divide one another."""

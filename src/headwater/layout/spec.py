@@ -7,7 +7,8 @@ planes were given in, because engines find their tensors by position.
     fingerprint = SHA-256( "headwater/layout/1" ‖ u32 block_tokens ‖ u32 num_planes
                          ‖ for each plane in flat order:
                              u32 len(role) ‖ role ‖ u32 layer ‖ u32 len(dtype) ‖ dtype
-                             ‖ i32 split (-1: replicated) ‖ u32 num_dims ‖ num_dims x u32 dim )
+                             ‖ i32 split (-1: replicated) ‖ i32 token axis (-1: none)
+                             ‖ u32 num_dims ‖ num_dims x u32 dim )
 
 Integers are little-endian, text is ASCII. A role's priority shows only through the order of the planes, as it does in
 the bytes.
@@ -19,6 +20,7 @@ import hashlib
 import math
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -106,6 +108,8 @@ class Plane:
     """One role of one layer, for ONE block; the engine's tensor has the number of blocks in front of `shape`.
 
     `split` is the axis of `shape` that is divided over tensor-parallel ranks; None: every rank holds the whole plane.
+    `token_axis` is the axis that counts the block's tokens; None: the plane cannot be cut between tokens, so its blocks
+    are stored whole or not at all.
     """
 
     role: Role
@@ -113,6 +117,7 @@ class Plane:
     shape: tuple[int, ...]
     dtype: DType
     split: int | None = None
+    token_axis: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a plane that has no bytes or no place."""
@@ -127,6 +132,10 @@ class Plane:
             _check_int(f"each dimension of plane {self.name}", dim, 1)
         if self.split is not None:
             _check_int(f"the split axis of plane {self.name}", self.split, 0, len(self.shape))
+        if self.token_axis is not None:
+            _check_int(f"the token axis of plane {self.name}", self.token_axis, 0, len(self.shape))
+            if self.token_axis == self.split:
+                raise InvalidLayout(f"plane {self.name} cannot divide its tokens over ranks")
 
     @property
     def name(self) -> str:
@@ -153,6 +162,9 @@ class KVLayout:
         object.__setattr__(self, "planes", planes)
         if not planes:
             raise InvalidLayout("a layout has at least one plane")
+        for plane in planes:
+            if plane.token_axis is not None and plane.shape[plane.token_axis] != self.block_tokens:
+                raise InvalidLayout(f"plane {plane.name} has not {self.block_tokens} tokens on its token axis")
         if len(self._index) != len(planes):
             twice = next(a.name for a, b in pairwise(planes) if a.name == b.name)
             raise InvalidLayout(f"plane {twice} is there twice")
@@ -215,9 +227,15 @@ def combine(*layouts: KVLayout) -> KVLayout:
     return KVLayout(sizes.pop(), tuple(chain.from_iterable(layout.planes for layout in layouts)))
 
 
+def opaque_layout(plane_bytes: Sequence[int], block_tokens: int) -> KVLayout:
+    """Planes of which nothing is known but their sizes: bytes that are moved whole."""
+    planes = (Plane(KEY, layer, (num_bytes,), DType.UINT8) for layer, num_bytes in enumerate(plane_bytes))
+    return KVLayout(block_tokens, tuple(planes))
+
+
 def _encode(plane: Plane) -> bytes:
-    split = -1 if plane.split is None else plane.split
-    shape = struct.pack(f"<iI{len(plane.shape)}I", split, len(plane.shape), *plane.shape)
+    axes = (-1 if axis is None else axis for axis in (plane.split, plane.token_axis))
+    shape = struct.pack(f"<iiI{len(plane.shape)}I", *axes, len(plane.shape), *plane.shape)
     return _text(plane.role.name) + struct.pack("<I", plane.layer) + _text(plane.dtype.value) + shape
 
 

@@ -12,12 +12,14 @@ import pickle
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from headwater.core.errors import InvalidLayout
 from headwater.layout.shard import Shard, byte_ranges, is_writer, parts, shard_layout, shard_of
 from headwater.layout.spec import DType, KVLayout, Plane
+from headwater.layout.tail import zero_tail
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy import gather, scatter
 
@@ -33,7 +35,8 @@ def randomise(cache: DeviceCache, seed: int) -> None:
 
 def variations(layout: KVLayout) -> dict[str, KVLayout]:
     """Layouts that differ from this one in one thing each, by the thing."""
-    first, rest = layout.planes[0], layout.planes[1:]
+    bare = tuple(replace(plane, token_axis=None) for plane in layout.planes)  # so that a shape may change freely
+    first, rest = bare[0], bare[1:]
     other_dtype = DType.INT8 if first.dtype is DType.UINT8 else DType.UINT8
     changed = {
         "shape": replace(first, shape=(*first.shape[:-1], first.shape[-1] + 1)),
@@ -43,7 +46,9 @@ def variations(layout: KVLayout) -> dict[str, KVLayout]:
         "layer": replace(first, layer=max(plane.layer for plane in layout.planes) + 1),
     }
     found = {name: KVLayout(layout.block_tokens, (plane, *rest)) for name, plane in changed.items()}
-    found["block_tokens"] = KVLayout(layout.block_tokens + 1, layout.planes)
+    if any(plane.token_axis is not None for plane in layout.planes):
+        found["token_axis"] = KVLayout(layout.block_tokens, bare)
+    found["block_tokens"] = KVLayout(layout.block_tokens + 1, bare)
     found["layer_offset"] = layout.with_layer_offset(2)
     found["one plane more"] = KVLayout(layout.block_tokens, (*layout.planes, changed["layer"]))
     return found
@@ -72,6 +77,27 @@ class LayoutTests:
             assert plane.name == f"{plane.role.name}.{plane.layer}"
             assert layout.index(plane.role.name, plane.layer) == index
             assert layout.plane(plane.role.name, plane.layer) is plane
+
+    def test_a_tail_is_zeroed_behind_its_tokens_and_nowhere_else(self, layout: KVLayout) -> None:
+        """Rule 9: positions past the valid ones are zero, positions before them untouched, in every plane."""
+        original = random.Random(2).randbytes(layout.page_bytes).replace(b"\0", b"\1")
+        whole = memoryview(bytearray(original))
+        zero_tail(whole, layout, layout.block_tokens)
+        assert whole == original
+        if any(plane.token_axis is None for plane in layout.planes) or layout.block_tokens == 1:
+            return
+        valid = layout.block_tokens // 2 + 1 if layout.block_tokens > 2 else 1
+        cut = bytearray(original)
+        zero_tail(memoryview(cut), layout, valid)
+        for plane, offset in zip(layout.planes, layout.offsets, strict=True):
+            axis = plane.token_axis or 0
+            shape = (*plane.shape, plane.dtype.itemsize)
+            before, after = (
+                np.frombuffer(data, np.uint8, plane.num_bytes, offset).reshape(shape) for data in (original, cut)
+            )
+            kept, lost = np.split(after, [valid], axis=axis)
+            assert not lost.any()
+            assert (kept == np.split(before, [valid], axis=axis)[0]).all()
 
     def test_sizes_are_those_of_real_tensors(self, layout: KVLayout) -> None:
         """Bytes per plane, offsets and page size agree with what an engine allocates."""

@@ -1,0 +1,260 @@
+"""The sealed envelope of a page: a header that names the page and vouches for each of its planes.
+
+    offset  size  field (little-endian)
+         0     4  magic "HWPG"
+         4     2  major version      a reader that does not know it sees a miss (UNKNOWN_VERSION)
+         6     2  minor version      only appends fields behind those known here, before `table`; readers skip them
+         8     4  header_bytes       a multiple of 4096: the payload starts there, page aligned
+        12     2  digest algorithm   `layout/digest.py`
+        14     2  table              offset of the digest table in the header
+        16     8  checksum           XXH3-64 of header[24 : header_bytes], seeded with that of header[0:16]
+        24     8  payload_bytes
+        32    32  key                the block's chained key
+        64    32  identity           digest of the cache identity
+        96    16  tenant             tag of the tenant's salt, zero without one
+       112    32  parent             key of the block before, or the identity's root
+       144     4  depth              0 for the first block of a sequence
+       148     4  shard index, count (u16, u16)
+       152     4  valid_tokens       fewer than a block in a partial tail
+       156     4  num_planes
+       160     8  sealed_at_ms       wall clock
+       168     8  expires_at_ms      0 = never
+       176     4  part               which planes of the block, where the shard does not say (`core/page.py`)
+       180    12  zero
+     table  16*n  per plane: length in bytes (u64), digest (u64)
+
+Upgrade rule: the first 16 bytes never change their meaning. A change that an old reader would misread gets a new major
+version (old readers miss, they never guess); a mere addition gets a new minor version. The digest of a plane never
+changes under one algorithm id.
+
+The frame is made and checked here, on bytes; who holds the bytes and where is other rooms' business. Nothing here
+trusts an index: a page is believed only for what its own header says and its own bytes prove.
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from xxhash import xxh3_64_intdigest
+
+from headwater.core.errors import InvalidInput
+from headwater.core.page import KEY_BYTES, PageName, page_name
+from headwater.layout.digest import XXH3_64, plane_digests
+from headwater.layout.spec import KVLayout
+from headwater.layout.tail import zero_tail
+
+MAGIC: Final = b"HWPG"
+MAJOR: Final = 1
+MINOR: Final = 0
+ALIGNMENT: Final = 4096
+FIXED_BYTES: Final = 192
+PREFIX_BYTES: Final = FIXED_BYTES  # enough of a slot to see which page is in it, and whether it changed
+MAX_PLANES: Final = 1 << 16
+
+_FIXED = struct.Struct("<4sHHIHHQQ32s32s16s32sIHHIIQQI12x")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT: Final = 16
+assert _FIXED.size == FIXED_BYTES  # noqa: S101  the table above and the struct must agree
+
+
+class Fault(enum.StrEnum):
+    """Why bytes that were read are a miss all the same. Each has its own counter and event."""
+
+    CORRUPT = "corrupt"  # checksum or digest does not fit the bytes
+    FOREIGN = "foreign"  # an intact page, but another key's, identity's, shard's or layout's
+    SHORT = "short"  # fewer bytes than the header promises
+    STALE = "stale"  # expired, or replaced while it was read
+    UNKNOWN_VERSION = "unknown_version"  # a format or digest this reader does not know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageMeta:
+    """What a frame says of its page, without the bytes."""
+
+    key: bytes
+    identity: bytes
+    parent: bytes
+    depth: int
+    valid_tokens: int
+    tenant: bytes = bytes(16)
+    shard_index: int = 0
+    shard_count: int = 1
+    part: int = 0
+    expires_at_ms: int = 0
+    name: PageName = field(init=False, repr=False, compare=False)  # in every store
+    parent_name: PageName = field(init=False, repr=False, compare=False)  # same part and shard of the block before
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be encoded; make the names once."""
+        for what, value in (("key", self.key), ("identity", self.identity), ("parent", self.parent)):
+            if len(value) != KEY_BYTES:
+                raise InvalidInput(f"{what} must have {KEY_BYTES} bytes, not {len(value)}")
+        if len(self.tenant) != 16:
+            raise InvalidInput(f"tenant must have 16 bytes, not {len(self.tenant)}")
+        if not (0 <= self.depth < 1 << 32 and 0 < self.valid_tokens < 1 << 32 and 0 <= self.expires_at_ms < 1 << 63):
+            raise InvalidInput(f"depth, valid_tokens or expires_at_ms out of range: {self}")
+        for field_name, key in (("name", self.key), ("parent_name", self.parent)):
+            name = page_name(key, self.shard_index, self.shard_count, part=self.part)
+            object.__setattr__(self, field_name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed, checksummed frame header."""
+
+    meta: PageMeta
+    header_bytes: int
+    payload_bytes: int
+    plane_bytes: tuple[int, ...]
+    digests: tuple[int, ...]
+    sealed_at_ms: int
+
+    @property
+    def frame_bytes(self) -> int:
+        """Header and payload together."""
+        return self.header_bytes + self.payload_bytes
+
+
+def header_bytes(num_planes: int) -> int:
+    """Bytes before the payload, a multiple of 4096."""
+    if not 0 < num_planes <= MAX_PLANES:
+        raise InvalidInput(f"a page has 1 to {MAX_PLANES} planes, not {num_planes}")
+    return -(-(FIXED_BYTES + 16 * num_planes) // ALIGNMENT) * ALIGNMENT
+
+
+def frame_bytes(plane_bytes: Sequence[int]) -> int:
+    """Size of a whole frame for planes of these sizes."""
+    return header_bytes(len(plane_bytes)) + sum(plane_bytes)
+
+
+def seal(frame: memoryview, meta: PageMeta, layout: KVLayout, *, now_ms: int) -> None:
+    """Zero a partial tail's unused positions, digest the payload, write the header before it. Mutates `frame`.
+
+    Raises InvalidInput for a buffer that is too small or more valid tokens than a block has, InvalidLayout for a
+    partial block of planes that do not say where their tokens are (rule 9).
+    """
+    start = header_bytes(len(layout.planes))
+    _require_size(frame, start + layout.page_bytes)
+    payload = frame[start:]
+    zero_tail(payload, layout, meta.valid_tokens)
+    write_header(frame, meta, layout.plane_bytes, plane_digests(payload, layout.plane_bytes), now_ms=now_ms)
+
+
+def write_header(
+    frame: memoryview, meta: PageMeta, plane_bytes: Sequence[int], digests: Sequence[int], *, now_ms: int
+) -> None:
+    """Write the header for digests made elsewhere (a gather kernel, another copy). Mutates only the header."""
+    size = header_bytes(len(plane_bytes))
+    if len(digests) != len(plane_bytes):
+        raise InvalidInput(f"{len(plane_bytes)} planes but {len(digests)} digests")
+    _require_size(frame, size)
+    fixed = (MAGIC, MAJOR, MINOR, size, XXH3_64, FIXED_BYTES, 0, sum(plane_bytes))
+    named = (meta.key, meta.identity, meta.tenant, meta.parent, meta.depth, meta.shard_index, meta.shard_count)
+    dated = (meta.valid_tokens, len(plane_bytes), now_ms, meta.expires_at_ms, meta.part)
+    table = [word for pair in zip(plane_bytes, digests, strict=True) for word in pair]
+    header = bytearray(size)
+    _FIXED.pack_into(header, 0, *fixed, *named, *dated)
+    struct.pack_into(f"<{len(table)}Q", header, FIXED_BYTES, *table)
+    _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(memoryview(header)))
+    frame[:size] = header
+
+
+def parse(frame: memoryview) -> Header | Fault:
+    """Read a header and check its checksum. Looks at no byte of the payload; never raises on bad bytes."""
+    if len(frame) < FIXED_BYTES:
+        return Fault.SHORT
+    fields = _FIXED.unpack_from(frame, 0)
+    magic, major, _minor, size, algorithm, table, checksum, payload_bytes = fields[:8]
+    key, identity, tenant, parent, depth, index, count, valid_tokens, num_planes, sealed_at, expires_at, part = fields[
+        8:
+    ]
+    if magic != MAGIC:
+        return Fault.CORRUPT
+    if major != MAJOR or algorithm != XXH3_64:
+        return Fault.UNKNOWN_VERSION
+    if table < FIXED_BYTES or size % ALIGNMENT or not 0 < num_planes <= MAX_PLANES or table + 16 * num_planes > size:
+        return Fault.CORRUPT
+    if len(frame) < size:
+        return Fault.SHORT
+    if _checksum(frame[:size]) != checksum:
+        return Fault.CORRUPT
+    words = struct.unpack_from(f"<{2 * num_planes}Q", frame, table)
+    if sum(words[0::2]) != payload_bytes:
+        return Fault.CORRUPT
+    try:
+        meta = PageMeta(
+            key=key,
+            identity=identity,
+            tenant=tenant,
+            parent=parent,
+            depth=depth,
+            shard_index=index,
+            shard_count=count,
+            part=part,
+            valid_tokens=valid_tokens,
+            expires_at_ms=expires_at,
+        )
+    except InvalidInput:
+        return Fault.CORRUPT
+    return Header(meta, size, payload_bytes, words[0::2], words[1::2], sealed_at)
+
+
+def verify(
+    frame: memoryview,
+    name: PageName,
+    *,
+    now_ms: int,
+    identity: bytes | None = None,
+    plane_bytes: Sequence[int] | None = None,
+) -> Header | Fault:
+    """Check a private copy of a whole frame: is it this page, intact, alive? Never raises on bad bytes.
+
+    `identity` and `plane_bytes` are what the reader is going to use the bytes as; leave them out only where the page is
+    not used (a checker that walks a directory).
+    """
+    header = parse(frame)
+    if isinstance(header, Fault):
+        return header
+    fault = expect(header, name, now_ms=now_ms, identity=identity, plane_bytes=plane_bytes)
+    if fault is not None:
+        return fault
+    if len(frame) < header.frame_bytes:
+        return Fault.SHORT
+    if plane_digests(frame[header.header_bytes :], header.plane_bytes) != list(header.digests):
+        return Fault.CORRUPT
+    return header
+
+
+def claims(frame: memoryview, name: PageName) -> bool:
+    """Whether a header claims to be this page's. Proves nothing; a cheap look before a costly one."""
+    return frame[32:64] == name[:32] and frame[148:152] == name[32:36] and frame[176:180] == name[36:]
+
+
+def expect(
+    header: Header,
+    name: PageName,
+    *,
+    now_ms: int,
+    identity: bytes | None = None,
+    plane_bytes: Sequence[int] | None = None,
+) -> Fault | None:
+    """Whether an intact header is the one the reader wants. Looks at no payload."""
+    if header.meta.name != name or (identity is not None and header.meta.identity != identity):
+        return Fault.FOREIGN
+    if plane_bytes is not None and header.plane_bytes != tuple(plane_bytes):
+        return Fault.FOREIGN
+    if 0 < header.meta.expires_at_ms <= now_ms:
+        return Fault.STALE
+    return None
+
+
+def _checksum(header: memoryview) -> int:
+    # Two digests mixed, because one over a joined copy would cost an allocation of the whole header.
+    return xxh3_64_intdigest(header[24:], seed=xxh3_64_intdigest(header[:_CHECKSUM_AT]))
+
+
+def _require_size(frame: memoryview, size: int) -> None:
+    if len(frame) < size:
+        raise InvalidInput(f"the frame needs {size} bytes, the buffer has {len(frame)}")
