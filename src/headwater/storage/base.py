@@ -1,0 +1,180 @@
+"""The store interface: batched calls with deadlines and one result per page, and the addressable capability.
+
+A store keeps *frames* (`layout/frame.py`) under page names. It moves bytes and takes no decisions about prefixes.
+What it answers is a hint until the frame has been verified (`verified.py`). Rules every store keeps, checked by the
+shipped conformance suite (`headwater.testing.stores`):
+
+- One result per item, in the order asked; a bad item never spoils its neighbours; an empty batch is fine.
+- No call outlives its deadline by more than one page's copy. What was not done by then is LATE, and published nothing.
+- The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
+- `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
+- Pages of one put are taken in order, and a page whose predecessor in the same call is not held is not stored: no
+  holes.
+- A put that is not STORED or EXISTS is invisible, now and after a restart.
+- `close` may be called twice. After it every call raises ResourceClosed.
+"""
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from headwater.core.page import PageName
+from headwater.layout.frame import Fault, PageMeta
+
+
+class Clock(Protocol):
+    """Where time comes from; tests bring their own (`headwater.testing.clock`)."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back, for deadlines."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since 1970, for recency and expiry; shared by all processes of a node."""
+        ...
+
+
+SYSTEM_CLOCK: Final[Clock] = time
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment on a monotonic clock by which a call must have answered."""
+
+    at_s: float
+    clock: Clock = SYSTEM_CLOCK
+
+    @classmethod
+    def after(cls, seconds: float, clock: Clock = SYSTEM_CLOCK) -> Self:
+        """The moment `seconds` from now."""
+        return cls(clock.monotonic() + seconds, clock)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.at_s - self.clock.monotonic())
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self.clock.monotonic() >= self.at_s
+
+
+class PutStatus(enum.StrEnum):
+    """What became of one page that was put."""
+
+    STORED = "stored"
+    EXISTS = "exists"  # a complete page of this name is there already
+    NO_ROOM = "no_room"  # the byte limit holds, and nothing may be evicted for it
+    REFUSED = "refused"  # not a frame, not the frame of this name, or larger than the store can take
+    LATE = "late"
+    FAILED = "failed"
+
+    @property
+    def held(self) -> bool:
+        """Whether the store holds the page now."""
+        return self in (PutStatus.STORED, PutStatus.EXISTS)
+
+
+class GetStatus(enum.StrEnum):
+    """What became of one page that was asked for. Everything but HIT is a miss."""
+
+    HIT = "hit"
+    MISS = "miss"
+    LATE = "late"
+    FAILED = "failed"
+    CORRUPT = Fault.CORRUPT.value
+    FOREIGN = Fault.FOREIGN.value
+    SHORT = Fault.SHORT.value
+    STALE = Fault.STALE.value
+    UNKNOWN_VERSION = Fault.UNKNOWN_VERSION.value
+
+
+class DeleteStatus(enum.StrEnum):
+    """What became of one page that was to be removed."""
+
+    REMOVED = "removed"
+    ABSENT = "absent"
+    LATE = "late"
+    FAILED = "failed"
+
+
+class Store(ABC):
+    """Keeps frames under names. All calls may come from several threads."""
+
+    @abstractmethod
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+        """Store sealed frames. Blocks while it copies; reads the frames only until it returns."""
+
+    @abstractmethod
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        """Copy frames into buffers of exactly their size. The bytes are not verified: see `verified.py`."""
+
+    @abstractmethod
+    def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
+        """Whether each page seems to be there. A hint: in doubt, or too late, False."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+        """Remove pages by force, whatever protects them, and with each all pages that build on it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """Return self; the store closes itself at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot that is this writer's alone until it is published or abandoned. `view` is the slot's memory."""
+
+    meta: PageMeta
+    view: memoryview
+    slot: int
+    generation: int
+    lease: object  # the store's own: what keeps the slot ours
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """A page's memory in place. Valid only if `still_valid` says so *after* the bytes were copied out."""
+
+    name: PageName
+    view: memoryview
+    slot: int
+    stamp: bytes  # the header as it was when borrowed
+
+
+class Addressable(ABC):
+    """A store whose pages can be written and read in place, by a copy engine or a plain copy."""
+
+    @abstractmethod
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+        """Take a slot for each (page, frame bytes). Nobody else writes there until publish or abandon."""
+
+    @abstractmethod
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+        """Make written frames visible: payload first, header last, then this. Consumes the reservations."""
+
+    @abstractmethod
+    def abandon(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> None:
+        """Give slots back unpublished. Consumes the reservations."""
+
+    @abstractmethod
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+        """Addresses of pages, without a lock: copy out, verify the copy, then ask `still_valid`."""
+
+    @abstractmethod
+    def still_valid(self, borrow: Borrow) -> bool:
+        """Whether the slot has held the same page since it was borrowed."""

@@ -1,0 +1,145 @@
+"""VerifiedStore: the only way bytes of a store reach their reader. Wraps any store; what is not proven is a miss.
+
+Bound to what the bytes will be used as: one identity, one set of planes. Every page is checked on the reader's
+private copy (rule 4): that it is the page asked for, of this identity and layout, alive, and that each plane fits its
+digest. A page that fails is counted, told, and removed by force (rule 8), so that a first-writer-wins store cannot
+serve it again.
+
+Where pages have addresses, each plane is copied and digested in turn while it is hot in the cache, and then the slot is
+asked whether it still holds the page.
+"""
+
+from collections.abc import Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from headwater.core.errors import InvalidInput
+from headwater.core.page import PageName
+from headwater.layout.frame import Fault, expect, header_bytes, parse, verify
+from headwater.metrics import Metrics
+from headwater.storage.base import (
+    SYSTEM_CLOCK,
+    Addressable,
+    Borrow,
+    Clock,
+    Deadline,
+    DeleteStatus,
+    GetStatus,
+    PutStatus,
+    Store,
+)
+
+
+class VerifiedStore(Store):
+    """A store whose HIT means: these are the bytes that were sealed under this name, for this identity and layout."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        identity: bytes,
+        plane_bytes: Sequence[int],
+        metrics: Metrics | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """Does not own `store`: close() leaves it open, because other identities may read from it too."""
+        self.metrics = metrics if metrics is not None else Metrics()
+        self._store = store
+        self._identity = identity
+        self._plane_bytes = tuple(plane_bytes)
+        self._header_bytes = header_bytes(len(self._plane_bytes))
+        self._clock = clock
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of the buffers `get_into` wants."""
+        return self._header_bytes + sum(self._plane_bytes)
+
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+        """Pass frames on; their writer sealed them."""
+        return self._store.put(pages, deadline=deadline)
+
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish."""
+        for _, buffer in pages:
+            if len(buffer) != self.frame_bytes:
+                raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
+        if isinstance(self._store, Addressable):
+            results = self._get_in_place(self._store, pages, deadline)
+        else:
+            results = self._store.get_into(pages, deadline=deadline)
+            for i, (name, buffer) in enumerate(pages):
+                if results[i] is GetStatus.HIT:
+                    results[i] = self._judge(name, buffer)
+        bad = [i for i, status in enumerate(results) if status in _FAULTS]
+        if bad:
+            self._throw_out([(pages[i][0], results[i]) for i in bad], deadline)
+        return results
+
+    def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
+        """Pass on: a hint."""
+        return self._store.contains(names, deadline=deadline)
+
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+        """Pass on."""
+        return self._store.delete(names, deadline=deadline)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _judge(self, name: PageName, frame: memoryview) -> GetStatus:
+        found = verify(frame, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
+        return GetStatus(found.value) if isinstance(found, Fault) else GetStatus.HIT
+
+    def _get_in_place(
+        self, store: Addressable, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline
+    ) -> list[GetStatus]:
+        results = []
+        borrowed = store.borrow([name for name, _ in pages], deadline=deadline)
+        for (name, buffer), borrow in zip(pages, borrowed, strict=True):
+            if isinstance(borrow, GetStatus):
+                results.append(borrow)
+            elif deadline.expired:
+                results.append(GetStatus.LATE)
+            else:
+                status = self._copy(name, borrow, buffer)
+                # A fault in a page that was replaced while we copied is a lost race, not damage.
+                results.append(status if store.still_valid(borrow) else GetStatus.MISS)
+        return results
+
+    def _copy(self, name: PageName, borrow: Borrow, buffer: memoryview) -> GetStatus:
+        source = borrow.view
+        if len(source) != len(buffer):
+            return GetStatus.SHORT
+        start = self._header_bytes
+        buffer[:start] = source[:start]
+        header = parse(buffer[:start])
+        if isinstance(header, Fault):
+            return GetStatus(header.value)
+        fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
+        if fault is not None:
+            return GetStatus(fault.value)
+        for length, digest in zip(header.plane_bytes, header.digests, strict=True):
+            end = start + length
+            plane = buffer[start:end]
+            plane[:] = source[start:end]
+            if xxh3_64_intdigest(plane) != digest:
+                return GetStatus.CORRUPT
+            start = end
+        return GetStatus.HIT
+
+    def _throw_out(self, bad: Sequence[tuple[PageName, GetStatus]], deadline: Deadline) -> None:
+        for name, status in bad:
+            self.metrics.event(f"page.{status.value}", name=name.hex())
+        # A page of an unknown version may be a newer process's good one: a miss here, but not ours to remove.
+        doomed = [name for name, status in bad if status is not GetStatus.UNKNOWN_VERSION]
+        removed = self._store.delete(doomed, deadline=deadline) if doomed else []
+        kept = sum(status in (DeleteStatus.LATE, DeleteStatus.FAILED) for status in removed)
+        if kept:
+            self.metrics.count("page.bad_not_removed", kept)
+
+    def _now_ms(self) -> int:
+        return int(self._clock.time() * 1000)
+
+
+_FAULTS = frozenset(GetStatus(fault.value) for fault in Fault)
