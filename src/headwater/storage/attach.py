@@ -1,0 +1,352 @@
+"""Coming into a LocalStore's directory: create it, check it, repair it, or say why not.
+
+Whoever finds the directory empty of other processes holds it alone and may create, repair or rebuild. Whoever comes
+to a directory in use only checks that it may come in. So an index is never rebuilt under a running process, and a
+slot that a stopped writer still holds is never given to another (rules 3 and 10). Both sides hold `PresenceLock`.
+
+The index is rebuilt from the frames in the slab, under a new epoch, when it is missing, damaged, older than the slab,
+of another slab, or may have lost its order in a power cut. Rebuilt entries are hints like all others: a page is
+believed when it is read and verified.
+"""
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from headwater.config import Durability, LocalStoreConfig
+from headwater.core.errors import StoreBusy, StoreDamaged, StoreError, StoreMismatch, StoreUnavailable
+from headwater.layout.frame import ALIGNMENT, MAX_PLANES, Fault, Header, header_bytes, parse
+from headwater.metrics import Metrics
+from headwater.policy import policy_by_name
+from headwater.storage import directory
+from headwater.storage.base import Clock, Deadline
+from headwater.storage.catalog import Catalog
+from headwater.storage.database import VERSION, CatalogBusy, CatalogFull, Database
+from headwater.storage.mirror import Slot
+from headwater.storage.slab import SECTOR, Geometry, Progress, Slab
+
+_MIN_INDEX_BYTES: Final = 4 << 20
+_INDEX_BYTES_PER_SLOT: Final = 512  # room for a row, its place in the indexes and in the log
+
+
+def index_share(limit_bytes: int) -> int:
+    """How much of a directory's limit is kept for the index: half for its file, half for SQLite's log."""
+    return max(_MIN_INDEX_BYTES, limit_bytes // 64)
+
+
+def plan(limit_bytes: int) -> Geometry:
+    """The slab for a directory of this limit."""
+    share = index_share(limit_bytes)
+    return Geometry.plan(limit_bytes, index_bytes=share, max_slots=share // 2 // _INDEX_BYTES_PER_SLOT)
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """One open directory: locks, slab, catalog. Closes when it was retired and the last user has left."""
+
+    path: Path
+    presence: directory.PresenceLock
+    owner_lock: directory.OwnerLock
+    slab: Slab
+    catalog: Catalog
+    owner: int
+    lock: threading.Lock = field(default_factory=threading.Lock)  # around the catalog
+    debts: list[Slot] = field(default_factory=list)  # reserved slots that could not be given back in time
+    _lent: set[Slot] = field(default_factory=set)
+    _users: int = 0
+    _retired: bool = False
+    _gate: threading.Lock = field(default_factory=threading.Lock)
+
+    def enter(self, count: int = 1) -> None:
+        """Count users in: a copy in flight, a reservation that is out."""
+        with self._gate:
+            self._users += count
+
+    def leave(self, count: int = 1) -> None:
+        """Count users out; the last one of a retired attachment closes it."""
+        with self._gate:
+            self._users -= count
+            last = self._retired and self._users == 0
+        if last:
+            self._close()
+
+    def lend(self, slot: Slot) -> None:
+        """Count a reservation out."""
+        with self._gate:
+            self._lent.add(slot)
+            self._users += 1
+
+    def take_back(self, slot: Slot) -> bool:
+        """Whether the reservation was still out; it is not any more. The caller owes a `leave`."""
+        with self._gate:
+            if slot not in self._lent:
+                return False
+            self._lent.remove(slot)
+            return True
+
+    def retire(self) -> None:
+        """Close now, or as soon as nobody is inside: a slot that a copy still writes to must stay ours until then."""
+        with self._gate:
+            if self._retired:
+                return
+            self._retired = True
+            last = self._users == 0
+        if last:
+            self._close()
+
+    def drop_after_fork(self) -> None:
+        """In a child: let go of the parent's locks without touching what they protect."""
+        self.owner_lock.drop_after_fork()
+        self.presence.close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(StoreError, CatalogBusy, CatalogFull), self.catalog.transaction(Deadline.after(1.0)):
+            self.catalog.write_touches()
+            self.catalog.leave(self.owner)
+            if not self.catalog.num_owners():  # the last one out says that all is in order
+                self.catalog.database.set_meta(clean=1)
+        self.catalog.close()
+        self.slab.close()
+        self.owner_lock.close()
+        self.presence.close()
+
+
+def attach(
+    config: LocalStoreConfig, *, metrics: Metrics, clock: Clock, deadline: Deadline, progress: Progress | None = None
+) -> Attachment:
+    """Open the directory, blocking until `deadline` at most for others (creating and rebuilding take what they take).
+
+    Raises a StoreError that says what is wrong and what to do.
+    """
+    path = config.directory
+    directory.prepare(path)
+    presence = directory.PresenceLock(path)
+    opened: list[Slab | Catalog] = []
+    try:
+        alone = presence.come_in(deadline)
+        mapped = directory.is_memory(path)
+        if alone:
+            directory.sweep_owners(path)
+            slab, catalog = _open_alone(config, mapped=mapped, metrics=metrics, clock=clock, progress=progress)
+            opened = [slab, catalog]
+        else:
+            slab = _open_slab(path, mapped=mapped)
+            opened = [slab]
+            catalog = _connect(config, slab.geometry, deadline)
+            opened.append(catalog)
+        _require_agreement(config, slab, catalog, alone=alone)
+        owner_lock = directory.OwnerLock(path)
+        try:
+            owner = _enrol(catalog, path, owner_lock.token, alone=alone, deadline=deadline)
+        except BaseException:
+            owner_lock.close()
+            raise
+    except BaseException:
+        for thing in opened:
+            thing.close()
+        presence.close()
+        raise
+    presence.settle()
+    if config.prefault:
+        slab.prefault(progress)
+    return Attachment(path, presence, owner_lock, slab, catalog, owner)
+
+
+def destroy(path: Path, *, deadline: Deadline) -> None:
+    """Remove a directory's store, all its pages and its index. Raises StoreBusy while a process is inside."""
+    presence = directory.PresenceLock(path)
+    try:
+        if not presence.come_in(deadline):
+            raise StoreBusy(f"{path} is in use: stop the processes that have it open first")
+        _remove_index(path)
+        (path / directory.SLAB).unlink(missing_ok=True)
+        directory.sweep_owners(path)
+    finally:
+        presence.close()
+
+
+def _remove_index(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        (path / (directory.INDEX + suffix)).unlink(missing_ok=True)
+
+
+def _open_slab(path: Path, *, mapped: bool) -> Slab:
+    try:
+        return Slab.open(path / directory.SLAB, mapped=mapped, repair=False)
+    except FileNotFoundError as error:
+        raise StoreDamaged(f"{path} is in use but has no slab; it can be rebuilt when its users are gone") from error
+
+
+def _connect(config: LocalStoreConfig, geometry: Geometry, deadline: Deadline) -> Catalog:
+    while True:
+        try:
+            path = config.directory / directory.INDEX
+            database = Database(path, power_safe=config.durability is Durability.POWER)
+            return Catalog(database, policy_by_name(config.policy), log_kept=geometry.max_slots * geometry.num_extents)
+        except CatalogBusy:
+            if deadline.expired:
+                raise StoreDamaged(f"the index of {config.directory} stays locked") from None
+            time.sleep(0.005)
+
+
+def _enrol(catalog: Catalog, path: Path, token: str, *, alone: bool, deadline: Deadline) -> int:
+    try:
+        with catalog.transaction(deadline):
+            owner = catalog.enrol(token)
+            catalog.database.set_meta(boot_id=directory.boot_id(), clean=0)
+            catalog.retire_dead(lambda other: other == token or (not alone and directory.is_alive(path, other)))
+        return owner
+    except (CatalogBusy, CatalogFull) as error:
+        raise StoreUnavailable(f"cannot write the index of {path}: it is locked or its file system is full") from error
+
+
+def _open_alone(
+    config: LocalStoreConfig, *, mapped: bool, metrics: Metrics, clock: Clock, progress: Progress | None
+) -> tuple[Slab, Catalog]:
+    path = config.directory
+    try:
+        slab = Slab.open(path / directory.SLAB, mapped=mapped, repair=True, progress=progress)
+    except FileNotFoundError:
+        return _create(config, mapped=mapped, progress=progress)
+    except StoreDamaged as error:
+        metrics.event("local.slab_lost", directory=str(path), reason=str(error))
+        return _create(config, mapped=mapped, progress=progress)
+    try:
+        reason = "it is missing"
+        if (path / directory.INDEX).exists():
+            catalog = None
+            try:
+                catalog = _connect(config, slab.geometry, Deadline.after(config.open_timeout_s))
+                reason = _doubt(catalog, slab, config)
+                if not reason:
+                    return slab, catalog
+            except StoreDamaged as error:
+                reason = str(error)
+            if catalog is not None:
+                catalog.close()
+        metrics.event("local.rebuilt", directory=str(path), reason=reason)
+        return slab, _rebuild(config, slab, clock=clock, progress=progress)
+    except BaseException:
+        slab.close()
+        raise
+
+
+def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None) -> tuple[Slab, Catalog]:
+    if config.limit_bytes is None:
+        raise StoreUnavailable(f"{config.directory} holds no store yet: give limit_bytes to make one")
+    geometry = plan(config.limit_bytes)
+    slab = None
+    try:
+        slab = Slab.create(config.directory / directory.SLAB, geometry, epoch=1, mapped=mapped, progress=progress)
+        return slab, _new_catalog(config, slab)
+    except BaseException as error:
+        if slab is not None:
+            slab.close()
+        (config.directory / directory.SLAB).unlink(missing_ok=True)  # no half-made store is left behind
+        if isinstance(error, OSError):
+            raise StoreUnavailable(f"cannot create a store in {config.directory}: {error.strerror}") from error
+        raise
+
+
+def _new_catalog(config: LocalStoreConfig, slab: Slab) -> Catalog:
+    _remove_index(config.directory)
+    catalog = _connect(config, slab.geometry, Deadline.after(config.open_timeout_s))
+    try:
+        catalog.database.create(
+            {
+                "version": VERSION,
+                "store_id": slab.store_id,
+                "epoch": slab.epoch,
+                "policy": config.policy,
+            }
+        )
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog
+
+
+def _doubt(catalog: Catalog, slab: Slab, config: LocalStoreConfig) -> str:
+    """Why the index should not be used as it is; empty if it should."""
+    if slab.repaired:
+        return "the slab was cut"
+    meta = catalog.database.meta()
+    if meta.get("version") != VERSION:
+        return f"it is of version {meta.get('version')}"
+    if meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch:
+        return "it belongs to another slab, or to an earlier epoch of this one"
+    if not meta.get("clean") and meta.get("boot_id") != directory.boot_id() and config.durability is Durability.PROCESS:
+        return "the machine went down while the store was open"
+    if not catalog.database.sound():
+        return "it is damaged"
+    catalog.refresh(Deadline.after(config.open_timeout_s))
+    if catalog.mirror.seq < slab.mark():
+        return "it is older than the slab"
+    classes = catalog.slot_classes()
+    if any(slab.extent_slot_bytes(extent) != classes.get(extent, 0) for extent in range(slab.geometry.num_extents)):
+        return "it does not agree with the slab about sizes"
+    return ""
+
+
+def _rebuild(config: LocalStoreConfig, slab: Slab, *, clock: Clock, progress: Progress | None) -> Catalog:
+    """A new index from the frames in the slab, under a new epoch."""
+    slab.set_epoch(slab.epoch + 1)
+    catalog = _new_catalog(config, slab)
+    try:
+        with catalog.transaction(Deadline.after(config.open_timeout_s)):
+            for extent in range(slab.geometry.num_extents):
+                slot_bytes = slab.extent_slot_bytes(extent)
+                if slot_bytes % SECTOR or not slab.geometry.slots_in_extent(slot_bytes or SECTOR):
+                    slot_bytes = 0
+                slab.set_extent_slot_bytes(extent, slot_bytes)
+                if slot_bytes:
+                    catalog.cut(slab.geometry, extent, slot_bytes)
+                    _index_extent(slab, catalog, extent, slot_bytes, now_s=clock.time())
+                if progress is not None:
+                    progress(extent + 1, slab.geometry.num_extents)
+    except BaseException:
+        catalog.close()
+        raise
+    return catalog
+
+
+def _index_extent(slab: Slab, catalog: Catalog, extent: int, slot_bytes: int, *, now_s: float) -> None:
+    start = slab.geometry.extent_offset(extent)
+    for index in range(slab.geometry.slots_in_extent(slot_bytes)):
+        offset = start + index * slot_bytes
+        header = read_header(slab, offset)
+        if isinstance(header, Header) and header.frame_bytes <= slot_bytes:
+            catalog.adopt(offset // SECTOR, header, used_s=min(now_s, header.sealed_at_ms / 1000))
+
+
+def read_header(slab: Slab, offset: int) -> Header | Fault:
+    """The header of whatever is in a slot; a second read only for pages of very many planes."""
+    raw = memoryview(bytearray(ALIGNMENT))
+    if not slab.read_into(offset, raw):
+        return Fault.SHORT
+    header = parse(raw)
+    size = int.from_bytes(raw[8:12], "little")
+    if header is Fault.SHORT and size <= header_bytes(MAX_PLANES):
+        raw = memoryview(bytearray(size))
+        header = parse(raw) if slab.read_into(offset, raw) else Fault.SHORT
+    return header
+
+
+def _require_agreement(config: LocalStoreConfig, slab: Slab, catalog: Catalog, *, alone: bool) -> None:
+    meta = catalog.database.meta()
+    limit = slab.geometry.limit_bytes
+    if config.limit_bytes is not None and limit != config.limit_bytes:
+        raise StoreMismatch(
+            f"{config.directory} has a limit of {limit} bytes, {config.limit_bytes} was asked for: use its limit, "
+            "another directory, or empty it with `headwater purge --all` and make it anew"
+        )
+    if meta.get("policy") != config.policy:
+        raise StoreMismatch(
+            f"{config.directory} evicts by {meta.get('policy')!r}, {config.policy!r} was asked for: "
+            "all processes of a directory use one policy"
+        )
+    if not alone and (meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch):
+        raise StoreDamaged(f"index and slab of {config.directory} do not belong together")

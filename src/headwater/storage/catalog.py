@@ -1,0 +1,377 @@
+"""The index of a LocalStore: which slot holds which page, who holds which slot, and what leaves first.
+
+Slots are rows, and a row's state says who may touch the slot's bytes:
+
+    FREE      nobody's
+    RESERVED  its owner's alone, until published, abandoned, or the owner is dead (never because time passed)
+    LIVE      readable; the page of `name`
+
+Every change of what is LIVE also appends to `log`, so that other processes bring their mirrors up to date by reading
+what is new. Questions about pages go to `mirror`; everything else runs inside `transaction`.
+
+Not here: bytes (`slab.py`), SQLite itself (`database.py`), liveness of owners (`directory.py`), what to do about a page
+(`local.py`). Not safe from several threads: `local.py` holds a lock around it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from headwater.core.page import PageName
+from headwater.layout.frame import Header
+from headwater.policy import BlockFacts, Policy
+from headwater.storage.base import Deadline
+from headwater.storage.database import Database
+from headwater.storage.mirror import Mirror, Page, Place, Slot
+from headwater.storage.slab import SECTOR, Geometry, sectors
+
+# Both end with the fields of `mirror.Page`, in their order.
+_LIVE_PAGES: Final = "SELECT name, parent, slot, generation, num_bytes, slot_bytes, priority FROM slots WHERE state = 2"
+_CHANGED: Final = """
+SELECT log.slot, name, parent, slots.slot, generation, num_bytes, slot_bytes, priority
+FROM log LEFT JOIN slots ON slots.slot = log.slot AND state = 2 WHERE seq > ?"""
+_PRIORITIES: Final = "SELECT slot, priority FROM slots WHERE slot IN (SELECT value FROM json_each(?))"
+_PUBLISH: Final = """
+UPDATE slots SET state = 2, owner = 0, name = ?, parent = ?, family = ?, depth = ?, num_bytes = ?, valid_tokens = ?,
+    expires_ms = ?, hits = 0, used_s = ?, priority = ? WHERE slot = ? AND generation = ? AND state = 1 AND owner = ?"""
+_PROBLEMS: Final = (
+    (
+        "SELECT COUNT(*) FROM slots WHERE state = 1 AND owner NOT IN (SELECT owner FROM owners)",
+        "reservations that nobody holds",
+    ),
+    ("SELECT COUNT(*) FROM slots WHERE state = 2 AND num_bytes > slot_bytes", "pages larger than their slot"),
+    ("SELECT COUNT(*) FROM slots WHERE state <> 2 AND name IS NOT NULL", "names without a page"),
+    ("SELECT COUNT(*) FROM slots WHERE slot_bytes NOT IN (SELECT slot_bytes FROM extents)", "slots without an extent"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyUse:
+    """What one identity and tenant keep in the store."""
+
+    identity: bytes
+    tenant: bytes
+    label: str
+    num_pages: int
+    num_bytes: int
+    num_tokens: int
+    max_depth: int
+    last_used_s: float
+
+
+class Catalog:
+    """The index, opened."""
+
+    def __init__(self, database: Database, policy: Policy, *, log_kept: int) -> None:
+        """`log_kept`: changes that are remembered for others; a mirror that is further behind reads everything."""
+        self.database = database
+        self.mirror = Mirror()
+        self._policy = policy
+        self._log_kept = log_kept
+        self._db = database.db
+        self._families: dict[tuple[bytes, bytes], int] = {}
+        self._touched: dict[int, tuple[int, int, float]] = {}
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.database.close()
+
+    @contextmanager
+    def transaction(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the write lock, with a mirror that is current. Raises what `Database.writing` raises."""
+        try:
+            with self.database.writing(deadline):
+                self._catch_up()
+                yield
+        except BaseException:
+            self.mirror.seq = -1  # it may hold what was rolled back: read it all at the next look
+            self._families.clear()
+            raise
+
+    def refresh(self, deadline: Deadline) -> None:
+        """Bring the mirror up to date with what other processes changed. Cheap when nothing did."""
+        with self.database.reading(deadline):
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        seen = self.mirror.seq
+        first, last = self._db.execute("SELECT (SELECT MIN(seq) FROM log), (SELECT MAX(seq) FROM log)").fetchone()
+        last = last or 0
+        if last == seen:
+            return
+        if seen < 0 or last < seen or (first or 0) > seen + 1:
+            self.mirror.reload(self._db.execute(_LIVE_PAGES), last)
+            return
+        for slot, *page in self._db.execute(_CHANGED, (seen,)).fetchall():
+            self.mirror.forget(slot)
+            if page[0] is not None:
+                self.mirror.remember(Page(*page))
+        self.mirror.seq = last
+
+    def _log(self, slots: Sequence[int]) -> None:
+        start = self.mirror.seq + 1
+        self._db.executemany("INSERT INTO log VALUES (?, ?)", [(start + i, slot) for i, slot in enumerate(slots)])
+        self.mirror.seq += len(slots)
+        if self.mirror.seq % 1024 < len(slots):
+            self._db.execute("DELETE FROM log WHERE seq <= ?", (self.mirror.seq - self._log_kept,))
+
+    # --- owners -------------------------------------------------------------------------------------------------------
+
+    def enrol(self, token: str) -> int:
+        """A number for an owner, to stand beside what it reserves."""
+        return int(self._db.execute("INSERT INTO owners(token) VALUES (?)", (token,)).lastrowid or 0)
+
+    def num_owners(self) -> int:
+        """How many stores have the directory open, or died with it open."""
+        return int(self._db.execute("SELECT COUNT(*) FROM owners").fetchone()[0])
+
+    def retire_dead(self, is_alive: Callable[[str], bool]) -> int:
+        """Free the reservations of owners that are dead. Returns how many slots came back."""
+        freed = 0
+        for owner, token in self._db.execute("SELECT owner, token FROM owners").fetchall():
+            if not is_alive(token):
+                freed += self.leave(owner)
+        return freed
+
+    def leave(self, owner: int) -> int:
+        """Free what an owner still has reserved, and forget it."""
+        done = self._db.execute("UPDATE slots SET state = 0, owner = 0 WHERE state = 1 AND owner = ?", (owner,))
+        self._db.execute("DELETE FROM owners WHERE owner = ?", (owner,))
+        return done.rowcount
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def slot_classes(self) -> dict[int, int]:
+        """Slot size of each extent in use."""
+        return dict(self._db.execute("SELECT extent, slot_bytes FROM extents").fetchall())
+
+    def cut(self, geometry: Geometry, extent: int, slot_bytes: int) -> None:
+        """Cut an unused extent into free slots."""
+        start = geometry.extent_offset(extent) // SECTOR
+        step = slot_bytes // SECTOR
+        self._db.execute("INSERT INTO extents VALUES (?, ?)", (extent, slot_bytes))
+        self._db.executemany(
+            "INSERT INTO slots(slot, slot_bytes, state, generation, owner) VALUES (?, ?, 0, 0, 0)",
+            [(start + i * step, slot_bytes) for i in range(geometry.slots_in_extent(slot_bytes))],
+        )
+
+    def uncut(self, geometry: Geometry, extent: int) -> None:
+        """Forget an extent and its slots, all of which must be free."""
+        self._db.execute("DELETE FROM slots WHERE slot >= ? AND slot < ?", _span(geometry, extent))
+        self._db.execute("DELETE FROM extents WHERE extent = ?", (extent,))
+
+    def take_free(self, slot_bytes: int, owner: int, wanted: int) -> list[Slot]:
+        """Reserve up to `wanted` free slots of this size."""
+        rows = self._db.execute(
+            "SELECT slot, generation + 1 FROM slots WHERE state = 0 AND slot_bytes = ? LIMIT ?",
+            (slot_bytes, wanted),
+        ).fetchall()
+        self._db.executemany(
+            "UPDATE slots SET state = 1, owner = ?, generation = ? WHERE slot = ?",
+            [(owner, generation, slot) for slot, generation in rows],
+        )
+        return [Slot(*row) for row in rows]
+
+    def take_victims(self, slot_bytes: int, owner: int, *, wanted: int, spare: frozenset[PageName]) -> list[Slot]:
+        """Evict up to `wanted` pages of this slot size, in the order of `LeafOrder`, and reserve their slots.
+
+        Pages in `spare` stay. Other processes' reads change priorities in the index alone, so each choice is compared
+        with it, and a page that was used since goes back into the order.
+        """
+        order, places = self.mirror.order, self.mirror.places
+        chosen: list[PageName] = []
+        while len(chosen) < wanted:
+            popped: list[tuple[PageName, PageName, float]] = []
+            while len(chosen) + len(popped) < wanted and (found := order.pop(slot_bytes, spare)) is not None:
+                popped.append(found)
+            if not popped:
+                break
+            slots = json.dumps([places[name].slot for name, _, _ in popped])
+            now = dict(self._db.execute(_PRIORITIES, (slots,)).fetchall())
+            for name, parent, priority in popped:
+                current = now[places[name].slot]
+                used_since = current > priority
+                order.add(name, parent, max(current, priority), group=slot_bytes)
+                if not used_since and order.is_leaf(name):  # a child that went back keeps its parent
+                    order.remove(name)
+                    chosen.append(name)
+        return self._unpublish(chosen, owner)
+
+    def take_pages(self, names: Sequence[PageName], owner: int) -> list[Slot]:
+        """Unpublish pages and all that build on them, and reserve their slots."""
+        doomed = dict.fromkeys(found for name in names for found in self.mirror.order.subtree(name))
+        return self._unpublish(list(doomed), owner)
+
+    def take_extent(self, geometry: Geometry, extent: int, owner: int) -> list[Slot]:
+        """Unpublish every page of an extent and all that build on them, and reserve their slots."""
+        names = self._db.execute(
+            "SELECT name FROM slots WHERE state = 2 AND slot >= ? AND slot < ?", _span(geometry, extent)
+        ).fetchall()
+        return self.take_pages([PageName(row[0]) for row in names], owner)
+
+    def coldest_extent(self, geometry: Geometry, slot_bytes: int) -> tuple[int, float] | None:
+        """The extent of another slot size with the lowest mean priority and no reservation, and that mean."""
+        best: tuple[int, float] | None = None
+        for extent, size in self.slot_classes().items():
+            if size == slot_bytes:
+                continue
+            reserved, mean = self._db.execute(
+                "SELECT SUM(state = 1), AVG(CASE state WHEN 2 THEN priority END) FROM slots "
+                "WHERE slot >= ? AND slot < ?",
+                _span(geometry, extent),
+            ).fetchone()
+            heat = float("-inf") if mean is None else float(mean)
+            if not reserved and (best is None or heat < best[1]):
+                best = (extent, heat)
+        return best
+
+    def expired(self, now_ms: int, limit: int = 256) -> list[PageName]:
+        """Pages whose time is over."""
+        rows = self._db.execute(
+            "SELECT name FROM slots WHERE state = 2 AND expires_ms > 0 AND expires_ms <= ? LIMIT ?",
+            (now_ms, limit),
+        ).fetchall()
+        return [PageName(row[0]) for row in rows]
+
+    def publish(self, written: Sequence[tuple[Slot, Header]], owner: int, *, now_s: float) -> list[bool]:
+        """Make reserved slots LIVE. False for one that is no longer this owner's, or whose page is there already."""
+        done = [self._publish(slot, header, owner, now_s) for slot, header in written]
+        self._log([slot.slot for (slot, _), published in zip(written, done, strict=True) if published])
+        return done
+
+    def _publish(self, slot: Slot, header: Header, owner: int, now_s: float) -> bool:
+        meta, num_bytes = header.meta, header.frame_bytes
+        if meta.name in self.mirror.places:
+            return False
+        facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
+        priority = self._policy.priority(facts)
+        family = self._family(meta.identity, meta.tenant)
+        row = (
+            *(meta.name, meta.parent_name, family, meta.depth, num_bytes, meta.valid_tokens, meta.expires_at_ms),
+            *(now_s, priority, slot.slot, slot.generation, owner),
+        )
+        if self._db.execute(_PUBLISH, row).rowcount != 1:
+            return False
+        self.mirror.remember(
+            Page(meta.name, meta.parent_name, slot.slot, slot.generation, num_bytes, sectors(num_bytes), priority)
+        )
+        return True
+
+    def adopt(self, slot: int, header: Header, *, used_s: float) -> bool:
+        """Make a page LIVE that was found in a free slot. False where another slot holds the name already."""
+        self._db.execute("UPDATE slots SET state = 1, generation = 1 WHERE slot = ?", (slot,))
+        found = Slot(slot, 1)
+        adopted = self.publish([(found, header)], 0, now_s=used_s)[0]
+        if not adopted:
+            self.give_back([found], 0)
+        return adopted
+
+    def give_back(self, slots: Sequence[Slot], owner: int) -> None:
+        """Free reserved slots without publishing them."""
+        self._db.executemany(
+            "UPDATE slots SET state = 0, owner = 0 WHERE slot = ? AND generation = ? AND state = 1 AND owner = ?",
+            [(*slot, owner) for slot in slots],
+        )
+
+    def _unpublish(self, names: Sequence[PageName], owner: int) -> list[Slot]:
+        places = [self.mirror.places[name] for name in names]
+        slots = [Slot(place.slot, place.generation + 1) for place in places]
+        self._db.executemany(
+            "UPDATE slots SET state = 1, owner = ?, generation = ?, name = NULL, parent = NULL WHERE slot = ?",
+            [(owner, slot.generation, slot.slot) for slot in slots],
+        )
+        for slot in slots:
+            self.mirror.forget(slot.slot)
+        self._log([slot.slot for slot in slots])
+        return slots
+
+    # --- recency and families -----------------------------------------------------------------------------------------
+
+    def touch(self, place: Place, now_s: float) -> None:
+        """Remember a use, to be written with the next batch."""
+        _, hits, _ = self._touched.get(place.slot, (0, 0, 0.0))
+        self._touched[place.slot] = (place.generation, hits + 1, now_s)
+
+    @property
+    def num_touched(self) -> int:
+        """Uses that wait to be written."""
+        return len(self._touched)
+
+    def write_touches(self) -> None:
+        """Write remembered uses and the priorities that follow from them."""
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, {}  # other threads go on touching
+        updates = []
+        for slot, (generation, more, used_s) in touched.items():
+            row = self._db.execute(
+                "SELECT hits, depth, num_bytes, name FROM slots WHERE slot = ? AND generation = ? AND state = 2",
+                (slot, generation),
+            ).fetchone()
+            if row is not None:
+                facts = BlockFacts(used_s=used_s, hits=row[0] + more, depth=row[1], num_bytes=row[2])
+                priority = self._policy.priority(facts)
+                updates.append((facts.hits, used_s, priority, slot))
+                self.mirror.order.touch(PageName(row[3]), priority)
+        self._db.executemany("UPDATE slots SET hits = ?, used_s = ?, priority = ? WHERE slot = ?", updates)
+
+    def label(self, identity: bytes, tenant: bytes, label: str) -> None:
+        """Give an identity a name for people."""
+        self._db.execute("UPDATE families SET label = ? WHERE family = ?", (label, self._family(identity, tenant)))
+
+    def family_names(self, identity: bytes | None, tenant: bytes | None) -> list[PageName]:
+        """All pages of an identity, a tenant, both, or the whole store."""
+        rows = self._db.execute(
+            "SELECT name FROM slots JOIN families USING (family) WHERE state = 2 "
+            "AND (?1 IS NULL OR identity = ?1) AND (?2 IS NULL OR tenant = ?2)",
+            (identity, tenant),
+        ).fetchall()
+        return [PageName(row[0]) for row in rows]
+
+    def usage(self) -> list[FamilyUse]:
+        """What each identity and tenant keep."""
+        rows = self._db.execute(
+            "SELECT identity, tenant, label, COUNT(*), SUM(num_bytes), SUM(valid_tokens), MAX(depth), MAX(used_s) "
+            "FROM slots JOIN families USING (family) WHERE state = 2 GROUP BY family ORDER BY 5 DESC"
+        ).fetchall()
+        return [FamilyUse(*row) for row in rows]
+
+    def counts(self) -> dict[int, int]:
+        """How many slots are in each state."""
+        return dict(self._db.execute("SELECT state, COUNT(*) FROM slots GROUP BY state").fetchall())
+
+    def problems(self, geometry: Geometry) -> list[str]:
+        """What contradicts itself in the index; nothing, in a sound one. Reads all of it."""
+        found = []
+        for question, what in _PROBLEMS:
+            count = self._db.execute(question).fetchone()[0]
+            if count:
+                found.append(f"{count} {what}")
+        for extent, slot_bytes in self.slot_classes().items():
+            start, end = _span(geometry, extent)
+            rows = self._db.execute("SELECT slot FROM slots WHERE slot >= ? AND slot < ?", (start, end)).fetchall()
+            step = slot_bytes // SECTOR
+            if [row[0] for row in rows] != [start + i * step for i in range(geometry.slots_in_extent(slot_bytes))]:
+                found.append(f"extent {extent} is not cut into slots of {slot_bytes} bytes")
+        pages = [Page(*row) for row in self._db.execute(_LIVE_PAGES)]
+        if {page.name: Place(page.slot, page.generation, page.num_bytes) for page in pages} != self.mirror.places:
+            found.append("the mirror differs from the index")
+        if len(self.mirror.order) != len(pages) or any(page.name not in self.mirror.order for page in pages):
+            found.append("the order of pages differs from the index")
+        self.mirror.order.validate()
+        return found
+
+    def _family(self, identity: bytes, tenant: bytes) -> int:
+        family = self._families.get((identity, tenant))
+        if family is None:
+            self._db.execute("INSERT OR IGNORE INTO families VALUES (NULL, ?, ?, '')", (identity, tenant))
+            row = self._db.execute("SELECT family FROM families WHERE identity = ? AND tenant = ?", (identity, tenant))
+            family = self._families[identity, tenant] = int(row.fetchone()[0])
+        return family
+
+
+def _span(geometry: Geometry, extent: int) -> tuple[int, int]:
+    start = geometry.extent_offset(extent)
+    return start // SECTOR, (start + geometry.extent_bytes) // SECTOR

@@ -1,0 +1,280 @@
+"""The crash campaign: processes that share one directory are killed and stopped at random moments.
+
+    python -m headwater.testing.crash --rounds 200 --json
+
+Each round kills a worker with SIGKILL, or stops it with SIGSTOP for a while (and sometimes kills it then), while all
+of them put, read and thereby evict. A trigger in the index writes down every page that becomes live or ceases to be,
+in the transaction that does it; that is the truth against which the end of each era is judged, in a fresh process'
+view:
+
+- a read that says HIT holds exactly the page's bytes (checked by every worker, always);
+- a page whose put said STORED became live, and is still readable unless an eviction is on record;
+- no call of a running worker ends later than its deadline and a half second (a call during which its own worker was
+  stopped does not count);
+- the directory stays within its limit, and no reservation of a dead process is left.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final
+
+from headwater.build import open_local
+from headwater.config import LocalStoreConfig
+from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.database import RESERVED
+from headwater.storage.directory import INDEX
+from headwater.storage.verified import VerifiedStore
+from headwater.testing.pages import IDENTITY, items, sample_chain
+
+PLANES: Final = (16384, 16384, 3000)
+DEPTH: Final = 6
+DEADLINE_S: Final = 0.5
+GRACE_S: Final = 0.5
+LIMIT_BYTES: Final = 16 << 20  # about 300 pages
+_AUDIT = """
+CREATE TABLE IF NOT EXISTS audit(at INTEGER PRIMARY KEY, name BLOB, live INTEGER);
+CREATE TRIGGER IF NOT EXISTS born AFTER UPDATE OF state ON slots WHEN NEW.state = 2 AND OLD.state <> 2
+    BEGIN INSERT INTO audit(name, live) VALUES (NEW.name, 1); END;
+CREATE TRIGGER IF NOT EXISTS gone AFTER UPDATE OF state ON slots WHEN OLD.state = 2 AND NEW.state <> 2
+    BEGIN INSERT INTO audit(name, live) VALUES (OLD.name, 0); END;
+"""
+
+
+@dataclass
+class Report:
+    """What the campaign saw. `ok` is the verdict."""
+
+    rounds: int = 0
+    kills: int = 0
+    stops: int = 0
+    calls: int = 0
+    stored: int = 0
+    hits: int = 0
+    evictions: int = 0
+    wrong_bytes: int = 0
+    lost: int = 0
+    overruns: int = 0
+    over_limit: int = 0
+    stuck_reservations: int = 0
+    rebuilt: int = 0
+    worker_failures: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise held."""
+        bad = self.wrong_bytes + self.lost + self.overruns + self.over_limit + self.stuck_reservations + self.rebuilt
+        return bad == 0 and not self.worker_failures and self.hits > 0 and self.stored > 0
+
+
+# --- a worker: writes what it did to a log that survives its death ----------------------------------------------------
+
+
+def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
+    """Put and read pages for ever. One line per fact, written before anything else happens."""
+    rng = random.Random(seed)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def say(*words: object) -> None:
+        os.write(fd, (" ".join(map(str, words)) + "\n").encode())
+
+    with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES)
+        say("ready")
+        while True:
+            chain_id, length = rng.randrange(num_chains), rng.randint(1, DEPTH)
+            chain = sample_chain(chain_id, length, plane_bytes=PLANES)
+            start_s = time.monotonic()
+            if rng.random() < 0.5:
+                for page, status in zip(
+                    chain, store.put(items(chain), deadline=Deadline.after(DEADLINE_S)), strict=True
+                ):
+                    if status is PutStatus.STORED:
+                        say("stored", page.name.hex())
+            else:
+                pages = [(page.name, page.buffer()) for page in chain]
+                results = reader.get_into(pages, deadline=Deadline.after(DEADLINE_S))
+                for page, (_, buffer), got in zip(chain, pages, results, strict=True):
+                    if got is GetStatus.HIT:
+                        say("hit" if buffer == page.frame else "wrong")
+                    elif got not in (GetStatus.MISS, GetStatus.LATE):
+                        say("fault", got.value)
+            end_s = time.monotonic()
+            say("call", start_s, end_s)
+            if store.down is not None:
+                say("fault", "down", store.down)
+                store.revive()
+
+
+# --- the campaign -----------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    def __init__(self, directory: Path, logs: Path, seed: int, num_chains: int) -> None:
+        self.log = logs / f"{seed}.log"
+        command = [sys.executable, "-m", "headwater.testing.crash", "--worker", str(directory), str(self.log)]
+        self.process = subprocess.Popen([*command, "--seed", str(seed), "--chains", str(num_chains)])
+        self.stopped: list[tuple[float, float]] = []
+
+    def stop_for(self, seconds: float) -> None:
+        start_s = time.monotonic()
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
+        self.stopped.append((start_s, time.monotonic()))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def lines(self) -> list[list[str]]:
+        if not self.log.exists():
+            return []
+        text = self.log.read_text()
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]  # the last one may be torn
+
+
+def campaign(
+    directory: Path, *, rounds: int, seed: int = 0, tight: bool = True, workers: int = 3, rounds_per_era: int = 20
+) -> Report:
+    """Run the campaign on a fresh directory. `tight`: pages must be evicted; otherwise all fit, and none may go."""
+    rng = random.Random(seed)
+    report = Report()
+    num_chains = 200 if tight else 30
+    with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)):
+        _sql(directory, _AUDIT)
+    with tempfile.TemporaryDirectory() as logs:
+        next_seed = seed * 1_000_000
+        while report.rounds < rounds:
+            running = []
+            for _ in range(workers):
+                next_seed += 1
+                running.append(_Worker(directory, Path(logs), next_seed, num_chains))
+            everyone = list(running)
+            _wait_until_ready(running)
+            for _ in range(min(rounds_per_era, rounds - report.rounds)):
+                report.rounds += 1
+                time.sleep(rng.uniform(0.02, 0.3))
+                victim = rng.choice(running)
+                if rng.random() < 0.5:
+                    report.stops += 1
+                    victim.stop_for(rng.uniform(0.05, 0.8))
+                else:
+                    if rng.random() < 0.3:  # dies while it is stopped
+                        victim.process.send_signal(signal.SIGSTOP)
+                        time.sleep(rng.uniform(0.0, 0.2))
+                    report.kills += 1
+                    victim.kill()
+                    next_seed += 1
+                    successor = _Worker(directory, Path(logs), next_seed, num_chains)
+                    running[running.index(victim)] = successor
+                    everyone.append(successor)
+            for one in running:
+                if one.process.poll() is not None:
+                    report.worker_failures.append(f"a worker ended by itself with {one.process.returncode}")
+                one.kill()
+            stored = _read_logs(everyone, report)
+            _judge(directory, stored, report, num_chains=num_chains, tight=tight)
+            for one in everyone:
+                one.log.unlink(missing_ok=True)
+    return report
+
+
+def _wait_until_ready(workers: list[_Worker]) -> None:
+    give_up = time.monotonic() + 30
+    while not all(["ready"] in one.lines() for one in workers):
+        if time.monotonic() > give_up:
+            raise RuntimeError("a worker did not come up in 30 s")
+        time.sleep(0.02)
+
+
+def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
+    stored: set[bytes] = set()
+    for one in workers:
+        for line in one.lines():
+            match line:
+                case ["stored", name]:
+                    stored.add(bytes.fromhex(name))
+                    report.stored += 1
+                case ["hit"]:
+                    report.hits += 1
+                case ["wrong"]:
+                    report.wrong_bytes += 1
+                case ["fault", *what]:
+                    report.worker_failures.append(" ".join(what))
+                case ["call", start, end]:
+                    report.calls += 1
+                    begun, ended = float(start), float(end)
+                    own_stop = any(begun < stop_end and ended > stop_start for stop_start, stop_end in one.stopped)
+                    report.overruns += ended - begun > DEADLINE_S + GRACE_S and not own_stop
+    return stored
+
+
+def _judge(directory: Path, stored: set[bytes], report: Report, *, num_chains: int, tight: bool) -> None:
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    report.over_limit += size > LIMIT_BYTES
+    last: dict[bytes, int] = {}
+    evictions = 0
+    for name, live in _sql(directory, "SELECT name, live FROM audit ORDER BY at"):
+        last[name] = live
+        evictions += not live
+    report.lost += sum(name not in last for name in stored)
+    report.lost += evictions if not tight else 0
+    report.evictions = evictions
+    with open_local(LocalStoreConfig(directory=directory)) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES)
+        for chain_id in range(num_chains):
+            for page in sample_chain(chain_id, DEPTH, plane_bytes=PLANES):
+                buffer = page.buffer()
+                got = reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0]
+                report.wrong_bytes += got is GetStatus.HIT and buffer != page.frame
+                report.lost += last.get(page.name, 0) == 1 and got is not GetStatus.HIT
+        report.stuck_reservations += store.slots(deadline=Deadline.after(10)).get(RESERVED, 0)
+        report.rebuilt += store.metrics.counters().get("local.rebuilt", 0)
+
+
+def _sql(directory: Path, statement: str) -> list[tuple[bytes, int]]:
+    connection = sqlite3.connect(directory / INDEX, timeout=10)
+    try:
+        if statement.startswith("SELECT"):
+            return connection.execute(statement).fetchall()
+        connection.executescript(statement)
+        return []
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    """Command line: the campaign, or one of its workers."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--roomy", action="store_true", help="all pages fit: none may go")
+    parser.add_argument("--dir", type=Path, default=None, help="parent of the store's directory (default: tmpfs)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--chains", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        directory, log = options.worker
+        worker(directory, log, options.seed, options.chains)
+        return
+    with tempfile.TemporaryDirectory(dir=options.dir or "/dev/shm") as parent:
+        report = campaign(Path(parent) / "store", rounds=options.rounds, seed=options.seed, tight=not options.roomy)
+    result = {"ok": report.ok, **asdict(report)} | {"worker_failures": Counter(report.worker_failures)}
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    sys.exit(0 if report.ok else 1)
+
+
+if __name__ == "__main__":
+    main()

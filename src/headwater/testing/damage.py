@@ -1,0 +1,243 @@
+"""The damage campaign: files of a store are spoiled at random, closed or open, and nothing wrong may come out.
+
+    python -m headwater.testing.damage --damages 2000 --json
+
+Every trial starts from the same two directories, an older and a newer state of one store, spoils something, opens (or
+goes on using) the store, reads every page it ever held and writes new ones. A HIT must hold exactly the page's bytes;
+the store must open, by rebuilding or from nothing, and work again; the process must live. Trials run in child
+processes, so that a crash is seen as one.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from headwater.build import open_local
+from headwater.config import LocalStoreConfig
+from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.directory import INDEX, SLAB
+from headwater.storage.local import LocalStore
+from headwater.storage.verified import VerifiedStore
+from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain
+
+LIMIT_BYTES: Final = 8 << 20
+OLD: Final = [page for chain in range(12) for page in sample_chain(chain, 5)]
+NEW: Final = [page for chain in range(6, 24) for page in sample_chain(chain, 8)]
+LATER: Final = [page for chain in range(30, 34) for page in sample_chain(chain, 4)]
+_FILES: Final = (SLAB, INDEX, INDEX + "-wal", INDEX + "-shm")
+
+
+def make_states(parent: Path) -> tuple[Path, Path]:
+    """Two states of one store: copied while it was open, as a crash would leave them, log and all."""
+    live, old, new = parent / "live", parent / "old", parent / "new"
+    with open_local(LocalStoreConfig(directory=live, limit_bytes=LIMIT_BYTES)) as store:
+        store.put(items(OLD), deadline=Deadline.after(60))
+        shutil.copytree(live, old)
+        store.delete([page.name for page in OLD[:20]], deadline=Deadline.after(60))
+        store.put(items(NEW), deadline=Deadline.after(60))
+        shutil.copytree(live, new)
+    shutil.rmtree(live)
+    return old, new
+
+
+class Trial:
+    """One damage and what came of it."""
+
+    def __init__(self, rng: random.Random, directory: Path, old: Path, new: Path) -> None:
+        self.rng = rng
+        self.directory = directory
+        self.old = old
+        self.new = new
+        self.wrong = 0
+        self.failures: list[str] = []
+
+    def run(self) -> tuple[str, Counter[str]]:
+        """Spoil, use, judge. Returns what was done, and the results of all reads."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.copytree(self.new, self.directory)
+        damages: list[Callable[[], str]] = [self.flip, self.cut, self.zero, self.swap, self.remove, self.grow, self.mix]
+        damage = self.rng.choice(damages)
+        while_open = self.rng.random() < 0.3
+        results: Counter[str] = Counter()
+        config = LocalStoreConfig(directory=self.directory, limit_bytes=LIMIT_BYTES, open_timeout_s=5.0)
+        if not while_open:
+            kind = damage()
+        with open_local(config) as store:
+            if while_open:
+                kind = damage() + " while open"
+            results += self.read(store, [*OLD, *NEW])
+            self.write(store)
+            results += self.read(store, [*NEW, *LATER])
+            if store.down is not None and not store.revive():
+                self.failures.append(f"{kind}: not revived: {store.down}")
+            self.write(store)
+            if self.read(store, LATER[:4])["hit"] != 4:
+                self.failures.append(f"{kind}: the store does not work any more")
+        return kind, results
+
+    def read(self, store: LocalStore, pages: list[SamplePage]) -> Counter[str]:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
+        buffers = [page.buffer() for page in pages]
+        named = [(page.name, buffer) for page, buffer in zip(pages, buffers, strict=True)]
+        results = reader.get_into(named, deadline=Deadline.after(30))
+        for page, buffer, status in zip(pages, buffers, results, strict=True):
+            self.wrong += status is GetStatus.HIT and buffer != page.frame
+        return Counter(status.value for status in results)
+
+    def write(self, store: LocalStore) -> None:
+        results = store.put(items(LATER), deadline=Deadline.after(30))
+        if store.down is None and not all(status in (PutStatus.STORED, PutStatus.EXISTS) for status in results):
+            self.failures.append(f"cannot put: {Counter(results)}")
+
+    # --- damages ------------------------------------------------------------------------------------------------------
+
+    def file(self) -> Path:
+        """A random file of the store, the slab more often."""
+        there = [self.directory / name for name in _FILES if (self.directory / name).exists()]
+        return self.rng.choice([there[0], *there])
+
+    def flip(self) -> str:
+        """Flip bits of a few bytes, some of them in the headers."""
+        path = self.file()
+        data = bytearray(path.read_bytes())
+        for _ in range(self.rng.choice([1, 1, 4, 64])):
+            where = self.rng.randrange(min(len(data), self.rng.choice([256, 16384, len(data)])) or 1)
+            if data:
+                data[where] ^= 1 << self.rng.randrange(8)
+        _overwrite(path, bytes(data))
+        return f"flip {path.name}"
+
+    def cut(self) -> str:
+        """Cut the end off."""
+        path = self.file()
+        if path.name.endswith("-shm"):
+            path = self.directory / SLAB  # SQLite maps its -shm file: see docs/STORES.md
+        with path.open("r+b") as file:
+            file.truncate(self.rng.randrange(path.stat().st_size + 1))
+        return f"cut {path.name}"
+
+    def zero(self) -> str:
+        """Zero a range."""
+        path = self.file()
+        size = path.stat().st_size
+        start = self.rng.randrange(size + 1)
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(bytes(min(size - start, self.rng.choice([512, 4096, 65536, size]))))
+        return f"zero {path.name}"
+
+    def swap(self) -> str:
+        """Swap the bytes of two slots, or parts of them."""
+        path = self.directory / SLAB
+        data = bytearray(path.read_bytes())
+        length = self.rng.choice([4096, 12288, 16384])
+        first, second = (16384 + 4096 * self.rng.randrange((len(data) - 40000) // 4096) for _ in range(2))
+        if abs(first - second) >= length:
+            a, b = data[first : first + length], data[second : second + length]
+            data[first : first + length], data[second : second + length] = b, a
+        _overwrite(path, bytes(data))
+        return "swap slots"
+
+    def remove(self) -> str:
+        """Delete a file."""
+        path = self.file()
+        path.unlink()
+        return f"remove {path.name}"
+
+    def grow(self) -> str:
+        """Append rubbish."""
+        path = self.file()
+        with path.open("ab") as file:
+            file.write(self.rng.randbytes(self.rng.choice([1, 4096, 100_000])))
+        return f"grow {path.name}"
+
+    def mix(self) -> str:
+        """Old files over new ones: an old index over a new slab, an old slab under a new index, an old log."""
+        names = self.rng.choice([_FILES[1:], _FILES[:1], _FILES[1:2], _FILES[2:3]])
+        for name in names:
+            with suppress(FileNotFoundError):
+                _overwrite(self.directory / name, (self.old / name).read_bytes())
+        return f"old {' '.join(names)}"
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    with path.open("r+b" if path.exists() else "wb") as file:  # in place: whoever has it open sees it
+        file.write(data)
+        file.truncate()
+
+
+def trials(count: int, seed: int, parent: Path) -> dict[str, object]:
+    """Run trials in this process."""
+    rng = random.Random(seed)
+    old, new = make_states(parent)
+    kinds: Counter[str] = Counter()
+    results: Counter[str] = Counter()
+    wrong = 0
+    failures: list[str] = []
+    for _ in range(count):
+        trial = Trial(rng, parent / "store", old, new)
+        kind, read = trial.run()
+        kinds[kind] += 1
+        results += read
+        wrong += trial.wrong
+        failures += trial.failures
+    return {"damages": count, "wrong_bytes": wrong, "failures": failures, "reads": results, "kinds": kinds}
+
+
+def campaign(
+    damages: int, *, seed: int = 0, directory: Path = Path("/dev/shm"), per_process: int = 250
+) -> dict[str, object]:
+    """Run trials in child processes and add up what they saw; a child that dies is a crash."""
+    total: dict[str, object] = {}
+    crashes = done = wrong = 0
+    failures: list[str] = []
+    kinds: Counter[str] = Counter()
+    reads: Counter[str] = Counter()
+    while done < damages:
+        count = min(per_process, damages - done)
+        with tempfile.TemporaryDirectory(dir=directory) as parent:
+            command = [sys.executable, "-m", "headwater.testing.damage", "--child", parent, "--damages", str(count)]
+            child = subprocess.run([*command, "--seed", str(seed + done)], capture_output=True, text=True, check=False)
+        done += count
+        if child.returncode != 0:
+            crashes += 1
+            failures.append(f"exit {child.returncode}: {child.stderr[-2000:]}")
+            continue
+        seen = json.loads(child.stdout)
+        wrong += seen["wrong_bytes"]
+        failures += seen["failures"]
+        kinds += Counter(seen["kinds"])
+        reads += Counter(seen["reads"])
+    ok = not (crashes or wrong or failures) and reads["hit"] > 0
+    total.update(ok=ok, damages=done, wrong_bytes=wrong, crashes=crashes, failures=failures, reads=reads, kinds=kinds)
+    return total
+
+
+def main() -> None:
+    """Command line: the campaign, or one of its children."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--damages", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="parent of the store's directory")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        result = trials(options.damages, options.seed, options.child)
+    else:
+        result = campaign(options.damages, seed=options.seed, directory=options.dir)
+    sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
+    sys.exit(0 if options.child or result["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()
