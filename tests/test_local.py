@@ -16,6 +16,7 @@ from headwater.core.errors import (
     InvalidConfig,
     ResourceClosed,
     StoreBusy,
+    StoreDamaged,
     StoreError,
     StoreForked,
     StoreMismatch,
@@ -265,16 +266,20 @@ def test_another_version_is_refused_and_not_touched(place: Path) -> None:
 
 
 def test_another_policy_is_refused(place: Path) -> None:
-    with open_local(config(place)):
-        pass
+    with open_local(config(place)), pytest.raises(StoreMismatch, match="evicts by 'lru', 'best' was asked for"):
+        open_local(config(place, policy="best"))
     index = sqlite3.connect(place / "store" / directory.INDEX)
     index.execute("UPDATE meta SET value = 'other' WHERE name = 'policy'")
     index.commit()
     index.close()
-    with pytest.raises(StoreMismatch, match="evicts by 'other'"):
+    with pytest.raises(StoreMismatch, match="no eviction policy 'other'; there are: lru"):
         open_local(config(place))
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_made(place: Path) -> None:
     with pytest.raises(InvalidConfig, match="there are: lru"):
         open_local(config(place, policy="fifo"))
+    assert not (place / "store" / directory.SLAB).exists()
 
 
 def test_options_are_checked_at_the_door(tmp_path: Path) -> None:
@@ -475,6 +480,44 @@ def test_a_reservation_outlives_close_and_is_then_given_back(shm: Path) -> None:
         store.abandon([reservation], deadline=soon())
         assert watcher.slots(deadline=soon()).get(RESERVED, 0) == 0
         assert hits(watcher, [page]) == 0
+
+
+def test_a_locked_index_is_told_to_people_who_ask(place: Path) -> None:
+    with open_local(config(place)) as store:
+        blocker = sqlite3.connect(place / "store" / directory.INDEX, isolation_level=None)
+        blocker.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreBusy, match="stays locked"):
+            store.usage(deadline=Deadline.after(0.05))
+        blocker.close()
+        assert store.usage(deadline=soon()) == []
+        os.truncate(place / "store" / directory.SLAB, 1000)
+        with pytest.raises(StoreDamaged, match="cut"):
+            store.usage(deadline=soon())
+
+
+def test_a_destroyed_header_is_told_to_who_has_no_limit_to_offer(place: Path) -> None:
+    with open_local(config(place)) as store:
+        put(store, [sample_page(1)])
+    slab = place / "store" / directory.SLAB
+    slab.write_bytes(b"x" * slab.stat().st_size)
+    with pytest.raises(StoreDamaged, match="no readable header: open it with a limit to start anew"):
+        open_local(config(place, limit_bytes=None))
+    with open_local(config(place)) as store:
+        assert store.metrics.counters()["local.slab_lost"] == 1
+        assert hits(store, [sample_page(1)]) == 0
+
+
+def test_peeking_is_not_using(shm: Path) -> None:
+    clock = FakeClock()
+    with open_local(config(shm), clock=clock) as store:
+        pages = [sample_page(i, plane_bytes=BIG) for i in range(32)]
+        for page in pages:
+            clock.advance(1)
+            put(store, [page])
+        assert store.peek(pages[0].name, pages[0].buffer(), deadline=soon()) is GetStatus.HIT
+        clock.advance(1)
+        put(store, [sample_page(99, plane_bytes=BIG)])
+        assert hits(store, [pages[0]]) == 0
 
 
 # --- destroy, usage ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class LocalStoreConfig:
     directory: Path
     limit_bytes: int | None = None  # all bytes of the directory, index included; None: the directory's own limit
     durability: Durability = Durability.PROCESS
-    policy: str = "lru"
+    policy: str | None = None  # None: the directory's own, LRU for a new one
     prefault: bool = False  # map all memory at open (tmpfs only)
     open_timeout_s: float = 10.0
 

@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import Final
 
 from headwater.config import Durability, LocalStoreConfig
-from headwater.core.errors import StoreBusy, StoreDamaged, StoreError, StoreMismatch, StoreUnavailable
+from headwater.core.errors import (
+    InvalidConfig,
+    StoreBusy,
+    StoreDamaged,
+    StoreError,
+    StoreMismatch,
+    StoreUnavailable,
+)
 from headwater.layout.frame import ALIGNMENT, MAX_PLANES, Fault, Header, header_bytes, parse
 from headwater.metrics import Metrics
-from headwater.policy import policy_by_name
+from headwater.policy import Lru, policy_by_name
 from headwater.storage import directory
 from headwater.storage.base import Clock, Deadline
 from headwater.storage.catalog import Catalog
@@ -123,35 +130,30 @@ def attach(
     """
     path = config.directory
     directory.prepare(path)
-    presence = directory.PresenceLock(path)
-    opened: list[Slab | Catalog] = []
-    try:
-        alone = presence.come_in(deadline)
-        mapped = directory.is_memory(path)
-        if alone:
-            directory.sweep_owners(path)
-            slab, catalog = _open_alone(config, mapped=mapped, metrics=metrics, clock=clock, progress=progress)
-            opened = [slab, catalog]
-        else:
-            slab = _open_slab(path, mapped=mapped)
-            opened = [slab]
-            catalog = _connect(config, slab.geometry, deadline)
-            opened.append(catalog)
-        _require_agreement(config, slab, catalog, alone=alone)
-        owner_lock = directory.OwnerLock(path)
+    with contextlib.ExitStack() as undo:
         try:
+            presence = directory.PresenceLock(path)
+            undo.callback(presence.close)
+            alone = presence.come_in(deadline)
+            if alone:
+                directory.sweep_owners(path)
+                slab, catalog = _open_alone(config, metrics=metrics, clock=clock, progress=progress)
+                undo.callback(slab.close)
+            else:
+                slab = _open_slab(path)
+                undo.callback(slab.close)
+                catalog = _open_catalog(config, slab.geometry, deadline)
+            undo.callback(catalog.close)
+            _require_agreement(config, slab, catalog)
+            owner_lock = directory.OwnerLock(path)
+            undo.callback(owner_lock.close)
             owner = _enrol(catalog, path, owner_lock.token, alone=alone, deadline=deadline)
-        except BaseException:
-            owner_lock.close()
-            raise
-    except BaseException:
-        for thing in opened:
-            thing.close()
-        presence.close()
-        raise
-    presence.settle()
-    if config.prefault:
-        slab.prefault(progress)
+            if config.prefault:
+                slab.prefault(progress)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot use {path} as a store: {error}") from error
+        presence.settle()
+        undo.pop_all()
     return Attachment(path, presence, owner_lock, slab, catalog, owner)
 
 
@@ -173,23 +175,38 @@ def _remove_index(path: Path) -> None:
         (path / (directory.INDEX + suffix)).unlink(missing_ok=True)
 
 
-def _open_slab(path: Path, *, mapped: bool) -> Slab:
+def _open_slab(path: Path) -> Slab:
     try:
-        return Slab.open(path / directory.SLAB, mapped=mapped, repair=False)
+        return Slab.open(path / directory.SLAB, mapped=directory.is_memory(path), repair=False)
     except FileNotFoundError as error:
         raise StoreDamaged(f"{path} is in use but has no slab; it can be rebuilt when its users are gone") from error
 
 
-def _connect(config: LocalStoreConfig, geometry: Geometry, deadline: Deadline) -> Catalog:
+def _connect(config: LocalStoreConfig, deadline: Deadline) -> Database:
     while True:
         try:
-            path = config.directory / directory.INDEX
-            database = Database(path, power_safe=config.durability is Durability.POWER)
-            return Catalog(database, policy_by_name(config.policy), log_kept=geometry.max_slots * geometry.num_extents)
+            return Database(config.directory / directory.INDEX, power_safe=config.durability is Durability.POWER)
         except CatalogBusy:
             if deadline.expired:
-                raise StoreDamaged(f"the index of {config.directory} stays locked") from None
+                raise StoreBusy(f"the index of {config.directory} stays locked by another process") from None
             time.sleep(0.005)
+
+
+def _open_catalog(config: LocalStoreConfig, geometry: Geometry, deadline: Deadline) -> Catalog:
+    """The index that is there, with the policy it was made for."""
+    database = _connect(config, deadline)
+    try:
+        policy = database.meta().get("policy")
+        return _catalog(database, str(policy), geometry)
+    except BaseException as error:
+        database.close()
+        if isinstance(error, InvalidConfig):
+            raise StoreMismatch(f"{config.directory} was made for another version: {error}") from error
+        raise
+
+
+def _catalog(database: Database, policy: str, geometry: Geometry) -> Catalog:
+    return Catalog(database, policy_by_name(policy), log_kept=geometry.max_slots * geometry.num_extents)
 
 
 def _enrol(catalog: Catalog, path: Path, token: str, *, alone: bool, deadline: Deadline) -> int:
@@ -204,69 +221,73 @@ def _enrol(catalog: Catalog, path: Path, token: str, *, alone: bool, deadline: D
 
 
 def _open_alone(
-    config: LocalStoreConfig, *, mapped: bool, metrics: Metrics, clock: Clock, progress: Progress | None
+    config: LocalStoreConfig, *, metrics: Metrics, clock: Clock, progress: Progress | None
 ) -> tuple[Slab, Catalog]:
-    path = config.directory
+    path, mapped = config.directory, directory.is_memory(config.directory)
     try:
         slab = Slab.open(path / directory.SLAB, mapped=mapped, repair=True, progress=progress)
     except FileNotFoundError:
         return _create(config, mapped=mapped, progress=progress)
     except StoreDamaged as error:
+        if config.limit_bytes is None:
+            raise StoreDamaged(f"{error}: open it with a limit to start anew, or `headwater purge --all` it") from error
         metrics.event("local.slab_lost", directory=str(path), reason=str(error))
         return _create(config, mapped=mapped, progress=progress)
     try:
-        reason = "it is missing"
-        if (path / directory.INDEX).exists():
-            catalog = None
-            try:
-                catalog = _connect(config, slab.geometry, Deadline.after(config.open_timeout_s))
-                reason = _doubt(catalog, slab, config)
-                if not reason:
-                    return slab, catalog
-            except StoreDamaged as error:
-                reason = str(error)
-            if catalog is not None:
-                catalog.close()
-        metrics.event("local.rebuilt", directory=str(path), reason=reason)
-        return slab, _rebuild(config, slab, clock=clock, progress=progress)
+        catalog, reason = _trusted(config, slab)
+        if catalog is None:
+            metrics.event("local.rebuilt", directory=str(path), reason=reason)
+            catalog = _rebuild(config, slab, clock=clock, progress=progress)
+        return slab, catalog
     except BaseException:
         slab.close()
         raise
 
 
+def _trusted(config: LocalStoreConfig, slab: Slab) -> tuple[Catalog | None, str]:
+    """The index that is there, or why there is none to be used."""
+    if not (config.directory / directory.INDEX).exists():
+        return None, "it is missing"
+    try:
+        catalog = _open_catalog(config, slab.geometry, Deadline.after(config.open_timeout_s))
+    except StoreDamaged as error:
+        return None, str(error)
+    try:
+        reason = _doubt(catalog, slab, config)
+    except StoreDamaged as error:
+        reason = str(error)
+    if not reason:
+        return catalog, ""
+    catalog.close()
+    return None, reason
+
+
 def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None) -> tuple[Slab, Catalog]:
     if config.limit_bytes is None:
         raise StoreUnavailable(f"{config.directory} holds no store yet: give limit_bytes to make one")
-    geometry = plan(config.limit_bytes)
+    path = config.directory / directory.SLAB
     slab = None
     try:
-        slab = Slab.create(config.directory / directory.SLAB, geometry, epoch=1, mapped=mapped, progress=progress)
+        slab = Slab.create(path, plan(config.limit_bytes), epoch=1, mapped=mapped, progress=progress)
         return slab, _new_catalog(config, slab)
-    except BaseException as error:
+    except BaseException:
         if slab is not None:
             slab.close()
-        (config.directory / directory.SLAB).unlink(missing_ok=True)  # no half-made store is left behind
-        if isinstance(error, OSError):
-            raise StoreUnavailable(f"cannot create a store in {config.directory}: {error.strerror}") from error
+        path.unlink(missing_ok=True)  # no half-made store is left behind
         raise
 
 
 def _new_catalog(config: LocalStoreConfig, slab: Slab) -> Catalog:
     _remove_index(config.directory)
-    catalog = _connect(config, slab.geometry, Deadline.after(config.open_timeout_s))
+    policy = config.policy or Lru.name
+    policy_by_name(policy)  # refuse before anything is written
+    database = _connect(config, Deadline.after(config.open_timeout_s))
     try:
-        catalog.database.create(
-            {
-                "version": VERSION,
-                "store_id": slab.store_id,
-                "epoch": slab.epoch,
-                "policy": config.policy,
-            }
-        )
+        database.create({"version": VERSION, "store_id": slab.store_id, "epoch": slab.epoch, "policy": policy})
+        return _catalog(database, policy, slab.geometry)
     except BaseException:
-        catalog.close()
+        database.close()
         raise
-    return catalog
 
 
 def _doubt(catalog: Catalog, slab: Slab, config: LocalStoreConfig) -> str:
@@ -335,18 +356,17 @@ def read_header(slab: Slab, offset: int) -> Header | Fault:
     return header
 
 
-def _require_agreement(config: LocalStoreConfig, slab: Slab, catalog: Catalog, *, alone: bool) -> None:
+def _require_agreement(config: LocalStoreConfig, slab: Slab, catalog: Catalog) -> None:
     meta = catalog.database.meta()
-    limit = slab.geometry.limit_bytes
-    if config.limit_bytes is not None and limit != config.limit_bytes:
+    limit, policy = slab.geometry.limit_bytes, meta.get("policy")
+    if config.limit_bytes not in (None, limit):
         raise StoreMismatch(
             f"{config.directory} has a limit of {limit} bytes, {config.limit_bytes} was asked for: use its limit, "
             "another directory, or empty it with `headwater purge --all` and make it anew"
         )
-    if meta.get("policy") != config.policy:
+    if config.policy not in (None, policy):
         raise StoreMismatch(
-            f"{config.directory} evicts by {meta.get('policy')!r}, {config.policy!r} was asked for: "
-            "all processes of a directory use one policy"
+            f"{config.directory} evicts by {policy!r}, {config.policy!r} was asked for: all its users share one"
         )
-    if not alone and (meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch):
+    if meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch:
         raise StoreDamaged(f"index and slab of {config.directory} do not belong together")

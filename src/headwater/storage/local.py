@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from headwater.config import Durability, LocalStoreConfig
-from headwater.core.errors import ResourceClosed, StoreError, StoreForked
+from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
@@ -132,6 +132,8 @@ class LocalStore(Store):
                 self._refresh(at, deadline)
             for i, (name, buffer) in enumerate(pages):
                 results[i] = self._get(at, name, buffer, deadline)
+                if results[i] is GetStatus.HIT:
+                    self._touch(at, name)
             self._flush_touches(at, deadline)
 
         self._run(work, None)
@@ -149,7 +151,6 @@ class LocalStore(Store):
             if not at.slab.read_into(place.offset, buffer):
                 return GetStatus.SHORT
             if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
-                at.catalog.touch(place, self._clock.time())
                 return GetStatus.HIT
             if not self._moved(at, name, place, deadline):
                 return GetStatus.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
@@ -212,22 +213,22 @@ class LocalStore(Store):
             return True
 
     def label(self, identity: bytes, tenant: bytes, text: str, *, deadline: Deadline) -> None:
-        """Give an identity a name for people, shown by `headwater ls`."""
-        self._ask(lambda catalog: catalog.label(identity, tenant, text), None, deadline)
+        """Give an identity a name for people, shown by `headwater ls`. Raises StoreError."""
+        self._ask(lambda catalog: catalog.label(identity, tenant, text), deadline)
 
     def usage(self, *, deadline: Deadline) -> list[FamilyUse]:
-        """What each identity and tenant keep here, largest first."""
-        return self._ask(Catalog.usage, [], deadline)
+        """What each identity and tenant keep here, largest first. Raises StoreError."""
+        return self._ask(Catalog.usage, deadline)
 
     def names(
         self, *, deadline: Deadline, identity: bytes | None = None, tenant: bytes | None = None
     ) -> list[PageName]:
-        """The pages of an identity, a tenant, both, or all."""
-        return self._ask(lambda catalog: catalog.family_names(identity, tenant), [], deadline)
+        """The pages of an identity, a tenant, both, or all. Raises StoreError."""
+        return self._ask(lambda catalog: catalog.family_names(identity, tenant), deadline)
 
     def slots(self, *, deadline: Deadline) -> dict[int, int]:
-        """How many slots are free, reserved and live (`catalog.py` names the states)."""
-        return self._ask(Catalog.counts, {}, deadline)
+        """How many slots are free, reserved and live (`database.py` names the states). Raises StoreError."""
+        return self._ask(Catalog.counts, deadline)
 
     def validate(self, *, deadline: Deadline) -> list[str]:
         """What contradicts itself in index and slab, in words; nothing, in a sound store. Does not verify pages."""
@@ -241,6 +242,10 @@ class LocalStore(Store):
             return found + [f"slab and index disagree about extent {extent}" for extent in wrong]
 
         return self._run(work, [f"the store is down: {self.down}"])
+
+    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> GetStatus:
+        """Copy one frame out as `get_into` does, without counting it as a use."""
+        return self._run(lambda at: self._get(at, name, buffer, deadline), GetStatus.FAILED)
 
     def frame_bytes(self, name: PageName) -> int | None:
         """Size of a page's frame, if the page seems to be there. Memory only."""
@@ -396,6 +401,11 @@ class LocalStore(Store):
         finally:
             at.lock.release()
 
+    def _touch(self, at: Attachment, name: PageName) -> None:
+        place = at.catalog.mirror.places.get(name)
+        if place is not None:
+            at.catalog.touch(place, self._clock.time())
+
     def _flush_touches(self, at: Attachment, deadline: Deadline) -> None:
         """Write recency in batches, and never wait for it."""
         now_s = self._clock.monotonic()
@@ -442,10 +452,21 @@ class LocalStore(Store):
         except (CatalogBusy, CatalogFull):
             return otherwise
 
-    def _ask(self, question: Callable[[Catalog], T], otherwise: T, deadline: Deadline) -> T:
-        return self._run(
-            lambda at: self._try_transact(at, lambda: question(at.catalog), otherwise, deadline), otherwise
-        )
+    def _ask(self, question: Callable[[Catalog], T], deadline: Deadline) -> T:
+        """A person's question, which wants an answer or an error. Raises StoreBusy at the deadline."""
+        answer: list[T] = []
+
+        def work(at: Attachment) -> None:
+            try:
+                answer.append(self._transact(at, lambda: question(at.catalog), deadline))
+            except (CatalogBusy, CatalogFull) as error:
+                message = f"the index of {self.config.directory} stays locked by another process; try again later"
+                raise StoreBusy(message) from error
+
+        self._run(work, None)
+        if not answer:
+            raise self.down or StoreBusy("the store went down meanwhile")
+        return answer[0]
 
     def _run(self, work: Callable[[Attachment], T], otherwise: T) -> T:
         """Do `work` inside the directory; `otherwise` while the store is down, or if it turns out to be damaged."""
@@ -465,6 +486,8 @@ class LocalStore(Store):
         try:
             at.slab.require_whole()
             return work(at)
+        except StoreBusy:
+            raise
         except StoreError as error:
             self._turn_off(at, error)
             return otherwise
