@@ -1,0 +1,184 @@
+"""What the command line draws: tables, one line of verdict, a bar that moves. Knows no options and asks nothing.
+
+Tables and verdicts go to standard output, bars and errors to standard error. What users named (labels, paths) is
+printed as it is, never read as markup.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from headwater.storage import audit
+
+if TYPE_CHECKING:
+    from headwater.demo import LayoutResult  # brings torch, which most commands never need
+
+Tell = Callable[[str, int, int], None]  # stage, done, total
+_BAD_SHOWN: Final = 50
+_HEX_SHOWN: Final = 12
+_DRAW_EVERY_S: Final = 0.1
+_WIDTH: Final = 160  # where the output is no terminal
+
+
+@contextmanager
+def progress() -> Iterator[Tell]:
+    """Yield a function that shows a bar on standard error, one per stage; it leaves nothing behind."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Drawn when told and by no thread: rich would not wait for its own to end, and a measurement wants none beside it.
+    console = errors()
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+    ) as bars:
+        tasks: dict[str, TaskID] = {}
+        drawn_s = 0.0
+
+        def tell(stage: str, done: int, total: int) -> None:
+            nonlocal drawn_s
+            if stage not in tasks:
+                for task in tasks.values():
+                    bars.update(task, visible=False)
+                tasks[stage] = bars.add_task(stage)
+                drawn_s = 0.0
+            bars.update(tasks[stage], completed=done, total=total)
+            if time.monotonic() - drawn_s > _DRAW_EVERY_S:
+                bars.refresh()
+                drawn_s = time.monotonic()
+
+        yield tell
+
+
+def output() -> Console:
+    """Return standard output as it is now."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+
+def errors() -> Console:
+    """Return standard error as it is now."""
+    return Console(stderr=True, highlight=False)
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def demo(results: "Sequence[LayoutResult]") -> None:
+    """Draw the demonstration's table and its verdict."""
+    mark = "✓" if output().encoding.lower().startswith("utf") else "yes"
+    table = _table("layout", "planes", "bytes per page", "pages", text=1)
+    for tier in ("host", "disk"):
+        for call in ("write", "read"):
+            table.add_column(f"{tier} {call}\nGB/s", justify="right")
+    table.add_column("equal", justify="center")
+    for result in results:
+        speeds = [f"{gbs:.2f}" for tier in (result.host, result.disk) for gbs in (tier.write_gbs, tier.read_gbs)]
+        sizes = [str(result.num_planes), f"{result.page_bytes:,}", str(result.num_pages)]
+        table.add_row(result.layout, *sizes, *speeds, mark if result.equal else "NO")
+    media = {tier.medium for result in results for tier in (result.host, result.disk)}
+    if len(media) == 1:
+        table.caption = f"both tiers lie in {media.pop()} here"
+    output().print(table)
+    unequal = [result for result in results if not result.equal]
+    for result in unequal:
+        for name, found in (("host", result.host), ("disk", result.disk)):
+            if found.problem:
+                output().print(Text(f"{result.layout} on {name}: {found.problem}"), style="red")
+    if unequal:
+        output().print(Text(f"not equal: {', '.join(result.layout for result in unequal)}"), style="red")
+    else:
+        output().print(f"all {len(results)} layouts equal, every byte, after a restart", style="green")
+
+
+def report(document: Mapping[str, Any]) -> None:
+    """Draw a benchmark's document (`bench/report.py`)."""
+    table = _table("figure", "median", "lowest", "highest", text=1)
+    table.add_column("what it is")
+    for name, value in document["results"].items():
+        taken = document["samples"].get(name, ())
+        spread = (f"{min(taken):g}", f"{max(taken):g}") if taken else ("", "")
+        note = document["notes"].get(name, "")
+        table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), *spread, note)
+    machine = document["machine"]
+    table.caption = f"{machine['cpu']}, {machine['num_cores']} cores, Python {machine['python']}, {document['date']}"
+    output().print(table)
+    if "skipped" in document["notes"]:
+        output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
+
+
+def survey(found: audit.Survey) -> None:
+    """Draw what is in a directory."""
+    table = _table("label", "identity", "tenant", "pages", "size", "tokens", "deepest", "last used", text=3)
+    for family in found.families:
+        table.add_row(
+            Text(family.label or "-"),
+            family.identity.hex()[:_HEX_SHOWN],
+            _tenant(family.tenant),
+            f"{family.num_pages:,}",
+            size(family.num_bytes),
+            f"{family.num_tokens:,}",
+            f"{family.max_depth:,}",
+            _ago(family.last_used_s),
+        )
+    output().print(table)
+    used = f"{found.num_live:,} pages, {size(found.num_bytes)} of at most {size(found.limit_bytes)}"
+    slots = f"{found.num_live:,} used, {found.num_reserved:,} being written, {found.num_free:,} free"
+    output().print(Text(f"{found.directory}: {used}; slots: {slots}"), soft_wrap=True)
+
+
+def checked(found: audit.Checked) -> None:
+    """Draw what a check found, bad pages first."""
+    if found.bad:
+        table = _table("bad page", "fault", "identity", "tenant", text=4)
+        for page in found.bad[:_BAD_SHOWN]:
+            table.add_row(page.name.hex(), page.fault.value, page.identity.hex()[:_HEX_SHOWN], _tenant(page.tenant))
+        if len(found.bad) > _BAD_SHOWN:
+            table.caption = f"and {len(found.bad) - _BAD_SHOWN:,} more; --json lists all"
+        output().print(table)
+    counts = {
+        **{fault.value: count for fault, count in found.faults.items()},
+        "not read": found.num_unread,
+        "expired": found.num_expired,
+        "gone meanwhile": found.num_gone,
+        "removed": found.num_removed,
+    }
+    said = "".join(f", {count:,} {what}" for what, count in counts.items() if count)
+    verdict = "all intact" if found.intact else f"{len(found.bad):,} bad"
+    line = f"{found.directory}: {found.num_pages:,} pages, {size(found.num_bytes)} read: {verdict}{said}"
+    output().print(Text(line), style="green" if found.intact else "red", soft_wrap=True)
+
+
+def _table(*columns: str, text: int) -> Table:
+    """Make a table whose first `text` columns are words and whose others are numbers."""
+    table = Table()
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < text else "right", overflow="fold")
+    return table
+
+
+def _ago(moment_s: float) -> str:
+    seconds = max(0, int(time.time() - moment_s))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
+
+
+def _tenant(tenant: bytes) -> str:
+    return tenant.hex()[:_HEX_SHOWN] if any(tenant) else audit.NO_TENANT
