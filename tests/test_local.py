@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headwater import policy
 from headwater.build import open_local, open_tier
 from headwater.config import Durability, LocalStoreConfig, default_directory, parse_bytes
 from headwater.core.errors import (
@@ -24,6 +25,7 @@ from headwater.core.errors import (
 )
 from headwater.layout.frame import frame_bytes
 from headwater.metrics import Metrics
+from headwater.policy import Lru
 from headwater.storage import directory
 from headwater.storage.attach import destroy
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
@@ -268,11 +270,17 @@ def test_another_version_is_refused_and_not_touched(place: Path) -> None:
 def test_another_policy_is_refused(place: Path) -> None:
     with open_local(config(place)), pytest.raises(StoreMismatch, match="evicts by 'lru', 'best' was asked for"):
         open_local(config(place, policy="best"))
-    index = sqlite3.connect(place / "store" / directory.INDEX)
-    index.execute("UPDATE meta SET value = 'other' WHERE name = 'policy'")
-    index.commit()
-    index.close()
-    with pytest.raises(StoreMismatch, match="no eviction policy 'other'; there are: lru"):
+
+
+def test_a_directory_with_a_policy_of_another_version_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(Lru):
+        name = "later"
+
+    monkeypatch.setitem(policy._POLICIES, "later", Later)
+    with open_local(config(place, policy="later")):
+        pass
+    monkeypatch.undo()
+    with pytest.raises(StoreMismatch, match="another version of Headwater: no eviction policy 'later'"):
         open_local(config(place))
 
 

@@ -142,9 +142,10 @@ def attach(
             else:
                 slab = _open_slab(path)
                 undo.callback(slab.close)
-                catalog = _open_catalog(config, slab.geometry, deadline)
+                _require_agreement(config, slab)
+                catalog = _open_catalog(config, slab, deadline)
             undo.callback(catalog.close)
-            _require_agreement(config, slab, catalog)
+            _require_pair(config, slab, catalog)
             owner_lock = directory.OwnerLock(path)
             undo.callback(owner_lock.close)
             owner = _enrol(catalog, path, owner_lock.token, alone=alone, deadline=deadline)
@@ -192,21 +193,13 @@ def _connect(config: LocalStoreConfig, deadline: Deadline) -> Database:
             time.sleep(0.005)
 
 
-def _open_catalog(config: LocalStoreConfig, geometry: Geometry, deadline: Deadline) -> Catalog:
-    """The index that is there, with the policy it was made for."""
-    database = _connect(config, deadline)
+def _open_catalog(config: LocalStoreConfig, slab: Slab, deadline: Deadline) -> Catalog:
+    geometry = slab.geometry
     try:
-        policy = database.meta().get("policy")
-        return _catalog(database, str(policy), geometry)
-    except BaseException as error:
-        database.close()
-        if isinstance(error, InvalidConfig):
-            raise StoreMismatch(f"{config.directory} was made for another version: {error}") from error
-        raise
-
-
-def _catalog(database: Database, policy: str, geometry: Geometry) -> Catalog:
-    return Catalog(database, policy_by_name(policy), log_kept=geometry.max_slots * geometry.num_extents)
+        policy = policy_by_name(slab.policy)
+    except InvalidConfig as error:
+        raise StoreMismatch(f"{config.directory} was made by another version of Headwater: {error}") from error
+    return Catalog(_connect(config, deadline), policy, log_kept=geometry.max_slots * geometry.num_extents)
 
 
 def _enrol(catalog: Catalog, path: Path, token: str, *, alone: bool, deadline: Deadline) -> int:
@@ -234,6 +227,7 @@ def _open_alone(
         metrics.event("local.slab_lost", directory=str(path), reason=str(error))
         return _create(config, mapped=mapped, progress=progress)
     try:
+        _require_agreement(config, slab)
         catalog, reason = _trusted(config, slab)
         if catalog is None:
             metrics.event("local.rebuilt", directory=str(path), reason=reason)
@@ -249,7 +243,7 @@ def _trusted(config: LocalStoreConfig, slab: Slab) -> tuple[Catalog | None, str]
     if not (config.directory / directory.INDEX).exists():
         return None, "it is missing"
     try:
-        catalog = _open_catalog(config, slab.geometry, Deadline.after(config.open_timeout_s))
+        catalog = _open_catalog(config, slab, Deadline.after(config.open_timeout_s))
     except StoreDamaged as error:
         return None, str(error)
     try:
@@ -266,9 +260,10 @@ def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None
     if config.limit_bytes is None:
         raise StoreUnavailable(f"{config.directory} holds no store yet: give limit_bytes to make one")
     path = config.directory / directory.SLAB
+    policy = policy_by_name(config.policy or Lru.name)  # an unknown one is refused before anything is made
     slab = None
     try:
-        slab = Slab.create(path, plan(config.limit_bytes), epoch=1, mapped=mapped, progress=progress)
+        slab = Slab.create(path, plan(config.limit_bytes), policy=policy.name, mapped=mapped, progress=progress)
         return slab, _new_catalog(config, slab)
     except BaseException:
         if slab is not None:
@@ -279,15 +274,13 @@ def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None
 
 def _new_catalog(config: LocalStoreConfig, slab: Slab) -> Catalog:
     _remove_index(config.directory)
-    policy = config.policy or Lru.name
-    policy_by_name(policy)  # refuse before anything is written
-    database = _connect(config, Deadline.after(config.open_timeout_s))
+    catalog = _open_catalog(config, slab, Deadline.after(config.open_timeout_s))
     try:
-        database.create({"version": VERSION, "store_id": slab.store_id, "epoch": slab.epoch, "policy": policy})
-        return _catalog(database, policy, slab.geometry)
+        catalog.database.create({"version": VERSION, "store_id": slab.store_id, "epoch": slab.epoch})
     except BaseException:
-        database.close()
+        catalog.close()
         raise
+    return catalog
 
 
 def _doubt(catalog: Catalog, slab: Slab, config: LocalStoreConfig) -> str:
@@ -356,17 +349,21 @@ def read_header(slab: Slab, offset: int) -> Header | Fault:
     return header
 
 
-def _require_agreement(config: LocalStoreConfig, slab: Slab, catalog: Catalog) -> None:
-    meta = catalog.database.meta()
-    limit, policy = slab.geometry.limit_bytes, meta.get("policy")
+def _require_agreement(config: LocalStoreConfig, slab: Slab) -> None:
+    """Refuse a process that wants other settings than the directory has."""
+    limit = slab.geometry.limit_bytes
     if config.limit_bytes not in (None, limit):
         raise StoreMismatch(
             f"{config.directory} has a limit of {limit} bytes, {config.limit_bytes} was asked for: use its limit, "
             "another directory, or empty it with `headwater purge --all` and make it anew"
         )
-    if config.policy not in (None, policy):
+    if config.policy not in (None, slab.policy):
         raise StoreMismatch(
-            f"{config.directory} evicts by {policy!r}, {config.policy!r} was asked for: all its users share one"
+            f"{config.directory} evicts by {slab.policy!r}, {config.policy!r} was asked for: all its users share one"
         )
+
+
+def _require_pair(config: LocalStoreConfig, slab: Slab, catalog: Catalog) -> None:
+    meta = catalog.database.meta()
     if meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch:
         raise StoreDamaged(f"index and slab of {config.directory} do not belong together")

@@ -37,9 +37,7 @@ VERSION: Final = 1
 SECTOR: Final = 4096
 MARK_AT: Final = 2 * SECTOR
 TABLE_AT: Final = 3 * SECTOR
-_HEADER: Final = struct.Struct(
-    "<8sI4x16sQQQQII"
-)  # magic, version, id, epoch, limit, file, extent bytes, extents, slots
+_HEADER: Final = struct.Struct("<8sI4x16sQ16sQQQII")  # magic, version, id, epoch, policy, then Geometry
 _EPOCH_AT: Final = 32
 _MARK: Final = struct.Struct("<QQ")
 _ENTRY: Final = struct.Struct("<QQ")
@@ -90,14 +88,32 @@ class Geometry:
         return self.data_at + extent * self.extent_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SlabHeader:
+    """What both header copies say: which store this is, its settings, its epoch."""
+
+    store_id: bytes
+    epoch: int
+    policy: str  # the eviction policy, by name; an ASCII word of at most 16 letters
+    geometry: Geometry
+
+    def encode(self) -> bytes:
+        """One sector."""
+        name = self.policy.encode("ascii").ljust(16, b"\0")
+        body = _HEADER.pack(MAGIC, VERSION, self.store_id, self.epoch, name, *dataclasses.astuple(self.geometry))
+        return (body + _U64.pack(xxh3_64_intdigest(body))).ljust(SECTOR, b"\0")
+
+
 class Slab:
     """An open slab file. Not safe to close while another thread copies: `local.py` counts who is inside."""
 
-    def __init__(self, path: Path, fd: int, geometry: Geometry, *, store_id: bytes, epoch: int, mapped: bool) -> None:
+    def __init__(self, path: Path, fd: int, header: SlabHeader, *, mapped: bool) -> None:
+        geometry = header.geometry
         self.path = path
         self.geometry = geometry
-        self.store_id = store_id
-        self.epoch = epoch
+        self.store_id = header.store_id
+        self.policy = header.policy
+        self.epoch = header.epoch
         self.repaired = False  # it was cut, and what was lost reads zero: an index of it is worth nothing
         self._fd = fd
         self._map = mmap.mmap(fd, geometry.file_bytes) if mapped else None
@@ -105,17 +121,18 @@ class Slab:
 
     @classmethod
     def create(
-        cls, path: Path, geometry: Geometry, *, epoch: int, mapped: bool, progress: Progress | None = None
+        cls, path: Path, geometry: Geometry, *, policy: str, mapped: bool, progress: Progress | None = None
     ) -> "Slab":
-        """Allocate a new slab, replacing what is there. Raises StoreUnavailable where the disk is full."""
+        """Allocate a new slab, replacing what is there. Raises StoreUnavailable where there is no room."""
+        header = SlabHeader(secrets.token_bytes(16), 1, policy, geometry)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             _allocate(fd, path, geometry.file_bytes, progress)
-            slab = cls(path, fd, geometry, store_id=secrets.token_bytes(16), epoch=epoch, mapped=mapped)
+            slab = cls(path, fd, header, mapped=mapped)
         except BaseException:
             os.close(fd)
             raise
-        slab.set_epoch(epoch)
+        slab.set_epoch(header.epoch)
         return slab
 
     @classmethod
@@ -127,17 +144,18 @@ class Slab:
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            geometry, store_id, epoch = _read_header(fd, path)
-            whole = os.fstat(fd).st_size == geometry.file_bytes
+            header = _read_header(fd, path)
+            size = header.geometry.file_bytes
+            whole = os.fstat(fd).st_size == size
             if not whole:
                 if not repair:
-                    raise StoreDamaged(f"{path} is not {geometry.file_bytes} bytes long: it was cut or grown")
-                os.truncate(fd, min(os.fstat(fd).st_size, geometry.file_bytes))
+                    raise StoreDamaged(f"{path} is not {size} bytes long: it was cut or grown")
+                os.truncate(fd, min(os.fstat(fd).st_size, size))
             if repair:  # also fills holes that someone punched, and a header of which one copy is left
-                _allocate(fd, path, geometry.file_bytes, progress)
+                _allocate(fd, path, size, progress)
                 for at in (0, SECTOR):
-                    os.pwrite(fd, _header(geometry, store_id, epoch), at)
-            slab = cls(path, fd, geometry, store_id=store_id, epoch=epoch, mapped=mapped)
+                    os.pwrite(fd, header.encode(), at)
+            slab = cls(path, fd, header, mapped=mapped)
             slab.repaired = not whole
             return slab
         except BaseException:
@@ -239,7 +257,7 @@ class Slab:
     def set_epoch(self, epoch: int) -> None:
         """Begin a new epoch: every process that still writes under the old one is told at its next write."""
         self.epoch = epoch
-        body = _header(self.geometry, self.store_id, epoch)
+        body = SlabHeader(self.store_id, epoch, self.policy, self.geometry).encode()
         self.write(0, memoryview(body))
         self.write(SECTOR, memoryview(body))
         self.set_mark(0)
@@ -290,19 +308,14 @@ def sectors(num_bytes: int) -> int:
     return -(-num_bytes // SECTOR) * SECTOR
 
 
-def _header(geometry: Geometry, store_id: bytes, epoch: int) -> bytes:
-    body = _HEADER.pack(MAGIC, VERSION, store_id, epoch, *dataclasses.astuple(geometry))
-    return (body + _U64.pack(xxh3_64_intdigest(body))).ljust(SECTOR, b"\0")
-
-
-def _read_header(fd: int, path: Path) -> tuple[Geometry, bytes, int]:
+def _read_header(fd: int, path: Path) -> SlabHeader:
     for at in (0, SECTOR):
         raw = os.pread(fd, SECTOR, at)
         if len(raw) < _HEADER.size + 8 or _U64.unpack_from(raw, _HEADER.size)[0] != xxh3_64_intdigest(
             raw[: _HEADER.size]
         ):
             continue
-        magic, version, store_id, epoch, *geometry = _HEADER.unpack_from(raw)
+        magic, version, store_id, epoch, policy, *geometry = _HEADER.unpack_from(raw)
         if magic != MAGIC:
             continue
         if version != VERSION:
@@ -310,7 +323,7 @@ def _read_header(fd: int, path: Path) -> tuple[Geometry, bytes, int]:
                 f"{path} was written in format {version}, this version reads {VERSION}: "
                 "use another directory, or empty this one with `headwater purge --all`"
             )
-        return Geometry(*geometry), store_id, epoch
+        return SlabHeader(store_id, epoch, policy.rstrip(b"\0").decode("ascii"), Geometry(*geometry))
     raise StoreDamaged(f"{path} has no readable header")
 
 

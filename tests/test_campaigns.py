@@ -1,0 +1,30 @@
+"""The fault campaigns of the test kit, at their full size: 200 rounds of kill and stop, 2,000 damages."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headwater.testing import crash, damage
+
+NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
+FACTOR = 10 if NIGHTLY else 1
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600 * FACTOR)]
+
+
+@pytest.mark.parametrize(("medium", "tight", "rounds"), [("tmpfs", True, 80), ("disk", True, 60), ("tmpfs", False, 60)])
+def test_processes_are_killed_and_stopped(shm: Path, tmp_path: Path, medium: str, tight: bool, rounds: int) -> None:
+    parent = shm if medium == "tmpfs" else tmp_path
+    report = crash.campaign(parent / "store", rounds=rounds * FACTOR, seed=rounds, tight=tight)
+    assert report.ok, report
+    assert report.kills > rounds // 4
+    assert report.stops > rounds // 4
+    assert report.evictions > 1000 if tight else report.evictions == 0
+
+
+@pytest.mark.parametrize(("medium", "damages"), [("tmpfs", 1500), ("disk", 500)])
+def test_files_are_damaged(shm: Path, tmp_path: Path, medium: str, damages: int) -> None:
+    result = damage.campaign(damages * FACTOR, seed=3, directory=shm if medium == "tmpfs" else tmp_path)
+    assert result["ok"], {key: value for key, value in result.items() if key != "kinds"}
+    assert result["damages"] == damages * FACTOR
