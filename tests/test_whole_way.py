@@ -13,12 +13,13 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
-from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
+from headwater.layout.frame import PageMeta, frame_bytes, header_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, is_writer, parts
 from headwater.layout.spec import DType, KVLayout, Plane, combine, declare_role
 from headwater.storage.base import GetStatus, PutStatus, Store
 from headwater.storage.memory import MemoryStore
+from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.layouts import randomise
 from headwater.testing.stores import soon
@@ -84,10 +85,8 @@ def write(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], b
     with create_host_cache(frame_bytes(sizes), len(pages)) as host:
         order = list(range(len(pages)))
         gather(cache, block_ids, host.pages, order, layout=part.layout, payload_offset=header_bytes(len(sizes)))
-        frames = [host.page(i) for i in order]
-        for meta, frame in zip(pages, frames, strict=True):
-            seal(frame, meta, part.layout, now_ms=int(time.time() * 1000))
-        return store.put([(meta.name, frame) for meta, frame in zip(pages, frames, strict=True)], deadline=soon())
+        unsealed = [(meta, host.page(i)) for i, meta in enumerate(pages)]
+        return put_sealed(store, unsealed, part.layout, now_ms=int(time.time() * 1000), deadline=soon())
 
 
 def load(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], block_ids: list[int]) -> list[GetStatus]:

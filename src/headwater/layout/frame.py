@@ -142,6 +142,28 @@ def seal(frame: memoryview, meta: PageMeta, layout: KVLayout, *, now_ms: int) ->
     write_header(frame, meta, layout.plane_bytes, plane_digests(payload, layout.plane_bytes), now_ms=now_ms)
 
 
+def seal_into(slot: memoryview, frame: memoryview, meta: PageMeta, layout: KVLayout, *, now_ms: int) -> None:
+    """Copy the payload in `frame` to `slot` and seal it there: each plane is digested while it is hot, the header last.
+
+    Mutates `slot` only. Raises as `seal` does.
+    """
+    start = header_bytes(len(layout.planes))
+    for buffer in (slot, frame):
+        _require_size(buffer, start + layout.page_bytes)
+    if meta.valid_tokens != layout.block_tokens:
+        slot[start : start + layout.page_bytes] = frame[start : start + layout.page_bytes]
+        seal(slot, meta, layout, now_ms=now_ms)
+        return
+    digests = []
+    for length in layout.plane_bytes:
+        end = start + length
+        plane = frame[start:end]
+        slot[start:end] = plane
+        digests.append(xxh3_64_intdigest(plane))
+        start = end
+    write_header(slot, meta, layout.plane_bytes, digests, now_ms=now_ms)
+
+
 def write_header(
     frame: memoryview, meta: PageMeta, plane_bytes: Sequence[int], digests: Sequence[int], *, now_ms: int
 ) -> None:

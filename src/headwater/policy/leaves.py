@@ -10,29 +10,34 @@ amortised: the heap keeps stale entries until they surface, and is rebuilt when 
 """
 
 import heapq
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-
-
-class _Node(Generic[K]):
-    __slots__ = ("group", "parent", "priority")
-
-    def __init__(self, parent: K, priority: float, group: int) -> None:
-        self.parent = parent
-        self.priority = priority
-        self.group = group
 
 
 class LeafOrder(Generic[K]):
     """Known blocks as a forest, with its leaves in the order of their priority."""
 
     def __init__(self) -> None:
-        self._nodes: dict[K, _Node[K]] = {}
-        self._children: dict[K, set[K]] = {}  # also of parents that are not known
+        self._nodes: dict[K, tuple[K, float, int]] = {}  # parent, priority, group
+        # Children of each parent, also of parents that are not known. Most have one, and a set for it would cost more
+        # than all the rest.
+        self._children: dict[K, K | set[K]] = {}
         self._heaps: dict[int, list[tuple[float, int, K]]] = {}
         self._tick = 0  # breaks ties by age, so that keys are never compared
+
+    @classmethod
+    def of(cls, blocks: Iterable[tuple[K, K, float, int]]) -> "LeafOrder[K]":
+        """All blocks at once, as (key, parent, priority, group): much faster than one by one."""
+        order = cls()
+        nodes, adopt = order._nodes, order._adopt
+        for key, parent, priority, group in blocks:
+            nodes[key] = (parent, priority, group)
+            adopt(parent, key)
+        for group in {node[2] for node in nodes.values()}:
+            order._rebuild(group)
+        return order
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -46,8 +51,8 @@ class LeafOrder(Generic[K]):
         """A block is there, built on `parent`. A known one is replaced."""
         if key in self._nodes:
             self.remove(key)
-        self._nodes[key] = _Node(parent, priority, group)
-        self._children.setdefault(parent, set()).add(key)
+        self._nodes[key] = (parent, priority, group)
+        self._adopt(parent, key)
         self._push(key)
 
     def remove(self, key: K) -> None:
@@ -55,22 +60,24 @@ class LeafOrder(Generic[K]):
         node = self._nodes.pop(key, None)
         if node is None:
             return
-        siblings = self._children[node.parent]
-        siblings.remove(key)
-        if not siblings:
-            del self._children[node.parent]
-            self._push(node.parent)
+        parent = node[0]
+        siblings = self._children[parent]
+        if isinstance(siblings, set) and len(siblings) > 1:
+            siblings.remove(key)
+        else:
+            del self._children[parent]
+            self._push(parent)
 
     def touch(self, key: K, priority: float) -> None:
         """A block's priority changed. Unknown ones are passed over."""
         node = self._nodes.get(key)
-        if node is not None and node.priority != priority:
-            node.priority = priority
+        if node is not None and node[1] != priority:
+            self._nodes[key] = (node[0], priority, node[2])
             self._push(key)
 
     def priority(self, key: K) -> float:
         """The priority of a known block."""
-        return self._nodes[key].priority
+        return self._nodes[key][1]
 
     def is_leaf(self, key: K) -> bool:
         """Whether a known block has nothing that builds on it."""
@@ -82,7 +89,7 @@ class LeafOrder(Generic[K]):
         while stack:
             found = stack.pop()
             yield found
-            stack.extend(self._children.get(found, ()))
+            stack.extend(self._of(found))
 
     def lowest(self, group: int = 0) -> float | None:
         """Priority of the next victim; None where there is none."""
@@ -99,7 +106,7 @@ class LeafOrder(Generic[K]):
                 spared.append(entry)
                 continue
             key = entry[2]
-            found = (key, self._nodes[key].parent, entry[0])
+            found = (key, self._nodes[key][0], entry[0])
             self.remove(key)
             break
         for entry in spared:
@@ -108,30 +115,48 @@ class LeafOrder(Generic[K]):
 
     def validate(self) -> None:
         """Raise AssertionError if the forest contradicts itself. For tests; reads everything."""
-        for key, node in self._nodes.items():
-            assert key in self._children[node.parent]  # noqa: S101
-        for parent, children in self._children.items():
-            assert children  # noqa: S101
-            assert all(self._nodes[child].parent == parent for child in children)  # noqa: S101
-        for key, node in self._nodes.items():
+        for key, (parent, priority, group) in self._nodes.items():
+            assert key in self._of(parent)  # noqa: S101
             if self.is_leaf(key):
-                assert any(entry[0] == node.priority and entry[2] == key for entry in self._heaps[node.group])  # noqa: S101
+                assert any(entry[0] == priority and entry[2] == key for entry in self._heaps[group])  # noqa: S101
+        for parent in self._children:
+            children = self._of(parent)
+            assert children  # noqa: S101
+            assert all(self._nodes[child][0] == parent for child in children)  # noqa: S101
+
+    def _of(self, parent: K) -> Collection[K]:
+        children = self._children.get(parent)
+        if children is None:
+            return ()
+        return children if isinstance(children, set) else (children,)
+
+    def _adopt(self, parent: K, key: K) -> None:
+        siblings = self._children.get(parent)
+        if siblings is None:
+            self._children[parent] = key
+        elif isinstance(siblings, set):
+            siblings.add(key)
+        else:
+            self._children[parent] = {siblings, key}
 
     def _push(self, key: K) -> None:
         node = self._nodes.get(key)
         if node is None or key in self._children:
             return
-        heap = self._heaps.setdefault(node.group, [])
+        heap = self._heaps.setdefault(node[2], [])
         self._tick += 1
-        heapq.heappush(heap, (node.priority, self._tick, key))
+        heapq.heappush(heap, (node[1], self._tick, key))
         if len(heap) > 2 * len(self._nodes) + 64:
-            self._heaps[node.group] = list(self._leaves(node.group))
-            heapq.heapify(self._heaps[node.group])
+            self._rebuild(node[2])
 
-    def _leaves(self, group: int) -> Iterator[tuple[float, int, K]]:
-        for tick, (key, node) in enumerate(self._nodes.items()):
-            if node.group == group and key not in self._children:
-                yield node.priority, tick - len(self._nodes), key
+    def _rebuild(self, group: int) -> None:
+        """A heap of true entries alone."""
+        children = self._children
+        leaves = [(node[1], key) for key, node in self._nodes.items() if node[2] == group and key not in children]
+        self._tick += len(leaves)
+        heap = [(priority, i - len(leaves), key) for i, (priority, key) in enumerate(leaves, self._tick)]
+        heapq.heapify(heap)
+        self._heaps[group] = heap
 
     def _settled(self, group: int) -> list[tuple[float, int, K]]:
         """The group's heap, with a true entry on top."""
@@ -139,7 +164,7 @@ class LeafOrder(Generic[K]):
         while heap:
             priority, _, key = heap[0]
             node = self._nodes.get(key)
-            if node is not None and node.priority == priority and node.group == group and key not in self._children:
+            if node is not None and node[1] == priority and node[2] == group and key not in self._children:
                 return heap
             heapq.heappop(heap)
         return heap

@@ -68,14 +68,11 @@ class Mirror:
 
     def reload(self, pages: Iterable[Page], seq: int) -> None:
         """Replace everything."""
-        places: dict[PageName, Place] = {}
-        names: dict[int, PageName] = {}
-        order: LeafOrder[PageName] = LeafOrder()
-        for name, parent, slot, generation, num_bytes, slot_bytes, priority in pages:
-            places[name] = Place(slot, generation, num_bytes)
-            names[slot] = name
-            order.add(name, parent, priority, group=slot_bytes)
-        self.places, self.order, self._names, self.seq = places, order, names, seq
+        rows = list(pages)
+        self._names = {row[2]: row[0] for row in rows}
+        self.order = LeafOrder.of((row[0], row[1], row[6], row[5]) for row in rows)
+        self.places = {row[0]: Place(row[2], row[3], row[4]) for row in rows}
+        self.seq = seq
 
     def remember(self, page: Page) -> None:
         """A page is live."""

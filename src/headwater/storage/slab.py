@@ -43,6 +43,7 @@ _MARK: Final = struct.Struct("<QQ")
 _ENTRY: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
 _CHUNK: Final = 64 << 20
+_ZEROS: Final = bytes(SECTOR)
 _MADV_POPULATE_WRITE: Final = 23
 
 Progress = Callable[[int, int], None]
@@ -222,8 +223,11 @@ class Slab:
         self.write(offset, frame[:header_bytes])
 
     def wipe(self, offset: int) -> None:
-        """Make whatever page is at `offset` unreadable, so that no rebuild brings it back."""
-        self.write(offset, memoryview(bytes(64)))
+        """Make whatever page is at `offset` unreadable, so that no rebuild brings it back.
+
+        A whole sector: a smaller write would have the kernel read that sector from the disk first.
+        """
+        self.write(offset, memoryview(_ZEROS))
 
     def sync(self) -> None:
         """Force written pages to the medium (rule: the user chose durability over power loss)."""

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import pytest
 
 from headwater.core.errors import ResourceClosed
-from headwater.layout.frame import Fault, verify
+from headwater.layout.frame import ALIGNMENT, Fault, verify
+from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import Addressable, Borrow, Deadline, DeleteStatus, GetStatus, PutStatus, Reservation, Store
+from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, SamplePage, items, sample_chain, sample_page
@@ -131,6 +133,20 @@ class StoreTests:
         assert not any(status.held for status in results[3:5])
         assert results[5] is PutStatus.STORED
         assert store.contains([page.name for page in pages], deadline=soon()) == [True, True, False, False, False]
+
+    def test_sealing_on_the_way_in_is_the_same_page(self, store: Store) -> None:
+        layout = opaque_layout(PLANE_BYTES, 16)
+        pages = sample_chain(95, 5)
+        unsealed = [(page.meta, memoryview(bytearray(len(page.frame)))) for page in pages]
+        for (_, frame), page in zip(unsealed, pages, strict=True):
+            frame[ALIGNMENT:] = page.frame[ALIGNMENT:]
+        put(store, pages[:1])
+        results = put_sealed(store, unsealed, layout, now_ms=SEALED_AT_MS, deadline=soon())
+        assert results == [PutStatus.EXISTS] + [PutStatus.STORED] * 4
+        assert read(store, pages) == [GetStatus.HIT] * 5
+        late = put_sealed(store, [(sample_page(96).meta, unsealed[0][1])], layout, now_ms=0, deadline=past())
+        assert late == [PutStatus.LATE]
+        assert store.contains([sample_page(96).name], deadline=soon()) == [False]
 
     # --- bad input ----------------------------------------------------------------------------------------------------
 
