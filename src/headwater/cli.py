@@ -115,7 +115,7 @@ def bench_index(
 
     with draw.progress() as tell:
         report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
-    _print_json(report.document()) if as_json else draw.report(report.document())
+    _print_json(report.document()) if as_json else draw.report(report)
 
 
 @bench.command("store")
@@ -130,7 +130,7 @@ def bench_store(
     live_mib: Annotated[int, typer.Option(help="Pages that each store keeps.")] = 512,
     pool_mib: Annotated[int, typer.Option(help="Size of the pools that pages come from and go to.")] = 320,
     entries: Annotated[int, typer.Option(help="Pages in the store that is reopened.")] = 100_000,
-    seconds: Annotated[float, typer.Option(help="How long to measure churn; at least three rounds.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="How long to measure churn; at least five rounds.")] = 40.0,
     as_json: Json = False,
 ) -> None:
     """Write, evict and read pages in memory and on disk, beside memcpy, one file per block, and plain pwrite/pread."""
@@ -147,7 +147,7 @@ def bench_store(
     )
     with draw.progress() as tell:
         report = store.run(options, tell=tell)
-    _print_json(report.document()) if as_json else draw.report(report.document())
+    _print_json(report.document()) if as_json else draw.report(report)
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

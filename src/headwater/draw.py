@@ -6,15 +6,16 @@ printed as it is, never read as markup.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from headwater.bench.report import Report
 from headwater.storage import audit
 
 if TYPE_CHECKING:
@@ -106,11 +107,13 @@ def demo(results: "Sequence[LayoutResult]") -> None:
         output().print(f"all {len(results)} layouts equal, every byte, after a restart", style="green")
 
 
-def report(document: Mapping[str, Any]) -> None:
-    """Draw a benchmark's document (`bench/report.py`)."""
+def report(result: Report) -> None:
+    """Draw a benchmark's result."""
+    document = result.document()
     table = _table("figure", "median", "lowest", "highest", text=1)
     table.add_column("what it is")
-    for name, value in document["results"].items():
+    for name in result.results:
+        value = document[name]
         taken = document["samples"].get(name, ())
         spread = (f"{min(taken):g}", f"{max(taken):g}") if taken else ("", "")
         note = document["notes"].get(name, "")
