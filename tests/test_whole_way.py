@@ -105,14 +105,15 @@ def blocks(cache: DeviceCache, block_ids: list[int]) -> list[bytes]:
     return [b"".join(bytes(rows[i].cpu().numpy()) for rows in cache.rows) for i in block_ids]
 
 
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_comes_back_bit_for_bit(store: Store, name: str) -> None:
+def test_every_layout_comes_back_bit_for_bit(store: Store, name: str, device: str) -> None:
     layout = LAYOUTS[name]
     identity = identity_of(layout)
     (part,) = parts(layout, 0, 1)
     pages = metas(part, identity, NUM_BLOCKS * layout.block_tokens)
     there, back = [7, 0, 3, 9, 4], [1, 8, 2, 6, 5]
-    with create_kv_cache(layout, 10) as source, create_kv_cache(layout, 10) as target:
+    with create_kv_cache(layout, 10, device) as source, create_kv_cache(layout, 10, device) as target:
         randomise(source, seed=1)
         assert write(store, source, part, pages, there) == [PutStatus.STORED] * NUM_BLOCKS
         assert load(store, target, part, pages, back) == [GetStatus.HIT] * NUM_BLOCKS
