@@ -24,7 +24,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        sys.modules["torch"].cuda.init()  # a CUDA context opens files of its own; not a test's leak
+        sys.modules["torch"].zeros(1, device="cuda").cpu()  # a CUDA context opens files of its own; not a test's leak
 
 
 def _open_files() -> dict[str, str]:

@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidInput, InvalidLayout
 from headwater.core.page import NAME_BYTES, page_name
-from headwater.layout.digest import plane_digests
+from headwater.layout.digest import copy_digests, plane_digests
 from headwater.layout.frame import (
     ALIGNMENT,
     FIXED_BYTES,
@@ -73,6 +73,14 @@ def test_the_header_is_the_documented_one() -> None:
 
 def test_digests_are_standard_xxh3() -> None:
     assert plane_digests(memoryview(b"abc"), [0, 3]) == [0x2D06800538D394C2, 0x78AF5F94892F3950]
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=12))
+def test_copying_digests_the_copy(plane_bytes: list[int]) -> None:
+    source = memoryview(hashlib.shake_128(repr(plane_bytes).encode()).digest(sum(plane_bytes)))
+    target = memoryview(bytearray(len(source)))
+    assert copy_digests(source, target, plane_bytes) == plane_digests(source, plane_bytes)
+    assert target == source
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=40), st.integers(0, 2**32 - 1), st.integers(1, 9))

@@ -4,12 +4,14 @@ Made where the bytes are born and checked where they are used, so it covers PCIe
 accidents, not attackers (rule 12). Not a key: keys are SHA-256 (`core/keys.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
 XXH3_64: Final = 1  # algorithm id in a frame; a new function gets a new id, ids are never reused
+_HOT_BYTES: Final = 128 << 10  # copied at a time: still in the core's own cache when it is digested
 
 
 def plane_digests(payload: memoryview, plane_bytes: Sequence[int]) -> list[int]:
@@ -21,3 +23,34 @@ def plane_digests(payload: memoryview, plane_bytes: Sequence[int]) -> list[int]:
         digests.append(xxh3_64_intdigest(payload[start:end]))
         start = end
     return digests
+
+
+def copy_digests(source: memoryview, target: memoryview, plane_bytes: Sequence[int]) -> list[int]:
+    """Copy a payload, and digest each plane of the *copy* while it is hot. Mutates `target`."""
+    digests = []
+    for start, end, lengths in _portions(tuple(plane_bytes)):
+        target[start:end] = source[start:end]
+        plane = start
+        for length in lengths:
+            digests.append(xxh3_64_intdigest(target[plane : plane + length]))
+            plane += length
+    return digests
+
+
+@lru_cache(maxsize=64)
+def _portions(plane_bytes: tuple[int, ...]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """(start, end, plane lengths) of runs of planes that are copied together."""
+    return tuple(_cut(plane_bytes))
+
+
+def _cut(plane_bytes: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    start = end = 0
+    lengths: list[int] = []
+    for length in plane_bytes:
+        if lengths and end + length - start > _HOT_BYTES:
+            yield start, end, tuple(lengths)
+            start, lengths = end, []
+        end += length
+        lengths.append(length)
+    if lengths:
+        yield start, end, tuple(lengths)

@@ -41,7 +41,7 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidInput
 from headwater.core.page import KEY_BYTES, PageName, page_name
-from headwater.layout.digest import XXH3_64, plane_digests
+from headwater.layout.digest import XXH3_64, copy_digests, plane_digests
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import zero_tail
 
@@ -154,13 +154,7 @@ def seal_into(slot: memoryview, frame: memoryview, meta: PageMeta, layout: KVLay
         slot[start : start + layout.page_bytes] = frame[start : start + layout.page_bytes]
         seal(slot, meta, layout, now_ms=now_ms)
         return
-    digests = []
-    for length in layout.plane_bytes:
-        end = start + length
-        plane = frame[start:end]
-        slot[start:end] = plane
-        digests.append(xxh3_64_intdigest(plane))
-        start = end
+    digests = copy_digests(frame[start:], slot[start:], layout.plane_bytes)
     write_header(slot, meta, layout.plane_bytes, digests, now_ms=now_ms)
 
 

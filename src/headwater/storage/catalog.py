@@ -325,8 +325,8 @@ class Catalog:
         """All pages of an identity, a tenant, both, or the whole store."""
         rows = self._db.execute(
             "SELECT name FROM slots JOIN families USING (family) WHERE state = 2 "
-            "AND (?1 IS NULL OR identity = ?1) AND (?2 IS NULL OR tenant = ?2)",
-            (identity, tenant),
+            "AND (:identity IS NULL OR identity = :identity) AND (:tenant IS NULL OR tenant = :tenant)",
+            {"identity": identity, "tenant": tenant},
         ).fetchall()
         return [PageName(row[0]) for row in rows]
 

@@ -5,16 +5,15 @@ private copy (rule 4): that it is the page asked for, of this identity and layou
 digest. A page that fails is counted, told, and removed by force (rule 8), so that a first-writer-wins store cannot
 serve it again.
 
-Where pages have addresses, each plane is copied and digested in turn while it is hot in the cache, and then the slot is
+Where pages have addresses, planes are copied and digested in turn while they are hot in the cache, and then the slot is
 asked whether it still holds the page.
 """
 
 from collections.abc import Sequence
 
-from xxhash import xxh3_64_intdigest
-
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
+from headwater.layout.digest import copy_digests
 from headwater.layout.frame import Fault, expect, header_bytes, parse, verify
 from headwater.metrics import Metrics
 from headwater.storage.base import (
@@ -119,13 +118,8 @@ class VerifiedStore(Store):
         fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
         if fault is not None:
             return GetStatus(fault.value)
-        for length, digest in zip(header.plane_bytes, header.digests, strict=True):
-            end = start + length
-            plane = buffer[start:end]
-            plane[:] = source[start:end]
-            if xxh3_64_intdigest(plane) != digest:
-                return GetStatus.CORRUPT
-            start = end
+        if copy_digests(source[start:], buffer[start:], header.plane_bytes) != list(header.digests):
+            return GetStatus.CORRUPT
         return GetStatus.HIT
 
     def _throw_out(self, bad: Sequence[tuple[PageName, GetStatus]], deadline: Deadline) -> None:

@@ -230,7 +230,8 @@ def _judge(directory: Path, stored: set[bytes], report: Report, *, num_chains: i
         evictions += not live
     report.lost += sum(name not in last for name in stored)
     report.lost += evictions if not tight else 0
-    report.evictions = evictions
+    report.evictions += evictions
+    _sql(directory, "DELETE FROM audit WHERE at NOT IN (SELECT MAX(at) FROM audit GROUP BY name) OR live = 0;")
     with open_local(LocalStoreConfig(directory=directory)) as store:
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES)
         for chain_id in range(num_chains):
