@@ -30,7 +30,7 @@ class LocalStoreConfig:
     durability: Durability = Durability.PROCESS
     policy: str | None = None  # None: the directory's own, LRU for a new one
     prefault: bool = False  # map all memory at open (tmpfs only)
-    open_timeout_s: float = 10.0
+    open_timeout_s: float = 120.0  # for others who are just coming in; making a large store takes its time
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""

@@ -149,13 +149,18 @@ def attach(
             owner_lock = directory.OwnerLock(path)
             undo.callback(owner_lock.close)
             owner = _enrol(catalog, path, owner_lock.token, alone=alone, deadline=deadline)
-            if config.prefault:
-                slab.prefault(progress)
         except OSError as error:
             raise StoreUnavailable(f"cannot use {path} as a store: {error}") from error
         presence.settle()
         undo.pop_all()
-    return Attachment(path, presence, owner_lock, slab, catalog, owner)
+    attachment = Attachment(path, presence, owner_lock, slab, catalog, owner)
+    if config.prefault:
+        try:
+            slab.prefault(progress)
+        except BaseException:
+            attachment.retire()
+            raise
+    return attachment
 
 
 def destroy(path: Path, *, deadline: Deadline) -> None:
@@ -299,6 +304,8 @@ def _doubt(catalog: Catalog, slab: Slab, config: LocalStoreConfig) -> str:
     catalog.refresh(Deadline.after(config.open_timeout_s))
     if catalog.mirror.seq < slab.mark():
         return "it is older than the slab"
+    if catalog.misplaced(slab.geometry):
+        return "it names slots that do not exist"
     classes = catalog.slot_classes()
     if any(slab.extent_slot_bytes(extent) != classes.get(extent, 0) for extent in range(slab.geometry.num_extents)):
         return "it does not agree with the slab about sizes"

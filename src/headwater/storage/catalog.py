@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import Header
 from headwater.policy import BlockFacts, Policy
@@ -32,6 +33,14 @@ _LIVE_PAGES: Final = "SELECT name, parent, slot, generation, num_bytes, slot_byt
 _CHANGED: Final = """
 SELECT log.slot, name, parent, slots.slot, generation, num_bytes, slot_bytes, priority
 FROM log LEFT JOIN slots ON slots.slot = log.slot AND state = 2 WHERE seq > ?"""
+_SENSELESS: Final = """
+SELECT COUNT(*) FROM slots WHERE state = 2 AND (typeof(name) <> 'blob' OR length(name) <> 40 OR typeof(parent) <> 'blob'
+    OR typeof(num_bytes) <> 'integer' OR num_bytes > slot_bytes OR typeof(priority) <> 'real')"""
+_MISPLACED: Final = """
+SELECT COUNT(*) FROM slots LEFT JOIN extents ON extent = (slot - :data) / :size
+WHERE slot < :data OR extent IS NULL OR extents.slot_bytes <> slots.slot_bytes
+    OR ((slot - :data) % :size) % (slots.slot_bytes / :sector) <> 0
+    OR ((slot - :data) % :size) / (slots.slot_bytes / :sector) >= MIN(:size * :sector / slots.slot_bytes, :most)"""
 _PRIORITIES: Final = "SELECT slot, priority FROM slots WHERE slot IN (SELECT value FROM json_each(?))"
 _PUBLISH: Final = """
 UPDATE slots SET state = 2, owner = 0, name = ?, parent = ?, family = ?, depth = ?, num_bytes = ?, valid_tokens = ?,
@@ -41,9 +50,8 @@ _PROBLEMS: Final = (
         "SELECT COUNT(*) FROM slots WHERE state = 1 AND owner NOT IN (SELECT owner FROM owners)",
         "reservations that nobody holds",
     ),
-    ("SELECT COUNT(*) FROM slots WHERE state = 2 AND num_bytes > slot_bytes", "pages larger than their slot"),
+    (_SENSELESS, "pages that make no sense"),
     ("SELECT COUNT(*) FROM slots WHERE state <> 2 AND name IS NOT NULL", "names without a page"),
-    ("SELECT COUNT(*) FROM slots WHERE slot_bytes NOT IN (SELECT slot_bytes FROM extents)", "slots without an extent"),
 )
 
 
@@ -102,12 +110,17 @@ class Catalog:
         if last == seen:
             return
         if seen < 0 or last < seen or (first or 0) > seen + 1:
+            if self._db.execute(_SENSELESS).fetchone()[0]:
+                raise StoreDamaged(f"{self.database.path} holds pages that make no sense")
             self.mirror.reload(self._db.execute(_LIVE_PAGES), last)
             return
         for slot, *page in self._db.execute(_CHANGED, (seen,)).fetchall():
             self.mirror.forget(slot)
             if page[0] is not None:
-                self.mirror.remember(Page(*page))
+                found = Page.from_row(page)
+                if found is None:
+                    raise StoreDamaged(f"{self.database.path} holds a page that makes no sense")
+                self.mirror.remember(found)
         self.mirror.seq = last
 
     def _log(self, slots: Sequence[int]) -> None:
@@ -146,6 +159,13 @@ class Catalog:
     def slot_classes(self) -> dict[int, int]:
         """Slot size of each extent in use."""
         return dict(self._db.execute("SELECT extent, slot_bytes FROM extents").fetchall())
+
+    def misplaced(self, geometry: Geometry) -> int:
+        """How many slots are not where the extents say that slots are. Reads all of them."""
+        places = {"data": geometry.data_at // SECTOR, "size": geometry.extent_bytes // SECTOR}
+        with self.database.translated():
+            row = self._db.execute(_MISPLACED, {**places, "sector": SECTOR, "most": geometry.max_slots}).fetchone()
+        return int(row[0])
 
     def cut(self, geometry: Geometry, extent: int, slot_bytes: int) -> None:
         """Cut an unused extent into free slots."""
@@ -191,7 +211,7 @@ class Catalog:
             slots = json.dumps([places[name].slot for name, _, _ in popped])
             now = dict(self._db.execute(_PRIORITIES, (slots,)).fetchall())
             for name, parent, priority in popped:
-                current = now[places[name].slot]
+                current = now.get(places[name].slot, priority)
                 used_since = current > priority
                 order.add(name, parent, max(current, priority), group=slot_bytes)
                 if not used_since and order.is_leaf(name):  # a child that went back keeps its parent
@@ -349,12 +369,13 @@ class Catalog:
             count = self._db.execute(question).fetchone()[0]
             if count:
                 found.append(f"{count} {what}")
+        if self.misplaced(geometry):
+            found.append("slots that are not where their extents say")
         for extent, slot_bytes in self.slot_classes().items():
-            start, end = _span(geometry, extent)
-            rows = self._db.execute("SELECT slot FROM slots WHERE slot >= ? AND slot < ?", (start, end)).fetchall()
-            step = slot_bytes // SECTOR
-            if [row[0] for row in rows] != [start + i * step for i in range(geometry.slots_in_extent(slot_bytes))]:
-                found.append(f"extent {extent} is not cut into slots of {slot_bytes} bytes")
+            question = "SELECT COUNT(*) FROM slots WHERE slot >= ? AND slot < ?"
+            count = self._db.execute(question, _span(geometry, extent)).fetchone()[0]
+            if count != geometry.slots_in_extent(slot_bytes):
+                found.append(f"extent {extent} is cut into {count} slots of {slot_bytes} bytes")
         pages = [Page(*row) for row in self._db.execute(_LIVE_PAGES)]
         if {page.name: Place(page.slot, page.generation, page.num_bytes) for page in pages} != self.mirror.places:
             found.append("the mirror differs from the index")

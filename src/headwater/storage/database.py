@@ -1,5 +1,7 @@
 """The index file as SQLite sees it: connection, schema, transactions with deadlines, and errors in our words.
 
+Tables are STRICT, so that SQLite's own check of the file also looks at what is in the columns.
+
 WAL, so that readers and the one writer do not wait for each other. A process that is stopped while it holds the write
 lock costs the others an error at their deadline, never a hang. Not here: what the rows mean (`catalog.py`).
 """
@@ -20,17 +22,19 @@ RESERVED: Final = 1
 LIVE: Final = 2
 
 SCHEMA: Final = """
-CREATE TABLE meta(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE owners(owner INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL);
+CREATE TABLE meta(name TEXT PRIMARY KEY, value ANY) STRICT, WITHOUT ROWID;
+CREATE TABLE owners(owner INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL) STRICT;
 CREATE TABLE families(family INTEGER PRIMARY KEY, identity BLOB NOT NULL, tenant BLOB NOT NULL, label TEXT NOT NULL,
-    UNIQUE(identity, tenant));
-CREATE TABLE extents(extent INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL);
+    UNIQUE(identity, tenant)) STRICT;
+CREATE TABLE extents(extent INTEGER PRIMARY KEY, slot_bytes INTEGER NOT NULL) STRICT;
 CREATE TABLE slots(
     slot INTEGER PRIMARY KEY,       -- offset in the slab, in sectors
     slot_bytes INTEGER NOT NULL, state INTEGER NOT NULL, generation INTEGER NOT NULL, owner INTEGER NOT NULL,
-    name BLOB, parent BLOB, family INTEGER, depth INTEGER, num_bytes INTEGER, valid_tokens INTEGER,
-    expires_ms INTEGER, hits INTEGER, used_s REAL, priority REAL);
-CREATE TABLE log(seq INTEGER PRIMARY KEY, slot INTEGER NOT NULL);
+    name BLOB, parent BLOB, family INTEGER NOT NULL DEFAULT 0, depth INTEGER NOT NULL DEFAULT 0,
+    num_bytes INTEGER NOT NULL DEFAULT 0, valid_tokens INTEGER NOT NULL DEFAULT 0,
+    expires_ms INTEGER NOT NULL DEFAULT 0, hits INTEGER NOT NULL DEFAULT 0, used_s REAL NOT NULL DEFAULT 0,
+    priority REAL NOT NULL DEFAULT 0) STRICT;
+CREATE TABLE log(seq INTEGER PRIMARY KEY, slot INTEGER NOT NULL) STRICT;
 CREATE UNIQUE INDEX live_name ON slots(name) WHERE state = 2;
 CREATE INDEX live_expiry ON slots(expires_ms) WHERE state = 2 AND expires_ms > 0;
 CREATE INDEX free_slot ON slots(slot_bytes) WHERE state = 0;

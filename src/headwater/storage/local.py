@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from headwater.config import Durability, LocalStoreConfig
-from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
+from headwater.core.errors import ResourceClosed, StoreBusy, StoreDamaged, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
@@ -54,6 +54,7 @@ class LocalStore(Store):
         self.metrics = metrics if metrics is not None else Metrics()
         self._clock = clock
         self._state = threading.Lock()
+        self._reviving = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
         self._evicted_since_balance = 0
@@ -198,19 +199,32 @@ class LocalStore(Store):
     # --- beyond the interface -----------------------------------------------------------------------------------------
 
     def revive(self) -> bool:
-        """Come in again after damage; rebuilds if no other process is inside. Blocks. True if the store is up."""
-        with self._state:
-            if self._closed:
-                raise ResourceClosed("the store is closed")
-            if self._attachment is not None:
-                return True
+        """Come in again after damage; rebuilds if no other process is inside. Blocks. True if the store is up.
+
+        Other threads' calls go on answering FAILED or MISS meanwhile.
+        """
+        with self._reviving:
+            with self._state:
+                if self._closed:
+                    raise ResourceClosed("the store is closed")
+                if self._attachment is not None:
+                    return True
             try:
-                self._attachment = self._attach()
+                attachment = self._attach()
             except StoreError as error:
                 self.down = error
                 return False
-            self.down = None
+            if not self._install(attachment):
+                raise ResourceClosed("the store was closed meanwhile")
             return True
+
+    def _install(self, attachment: Attachment) -> bool:
+        with self._state:
+            if not self._closed:
+                self._attachment, self.down = attachment, None
+                return True
+        attachment.retire()
+        return False
 
     def label(self, identity: bytes, tenant: bytes, text: str, *, deadline: Deadline) -> None:
         """Give an identity a name for people, shown by `headwater ls`. Raises StoreError."""
@@ -282,11 +296,13 @@ class LocalStore(Store):
                     wanted.setdefault(slot_bytes, []).append(i)
             for slot_bytes, indices in wanted.items():
                 slots = self._find_room(at, slot_bytes, len(indices), spare)
+                if not all(at.slab.geometry.has_slot(slot.offset, slot_bytes) for slot in slots):
+                    raise StoreDamaged("the index names slots that do not exist")
                 for i, slot in zip(indices, slots, strict=False):
                     results[i] = slot
             return results
 
-        if self._log_too_long(at):
+        if self._log_too_long(at, deadline):
             return [PutStatus.NO_ROOM] * len(pages)
         try:
             return self._transact(at, take, deadline)
@@ -417,20 +433,23 @@ class LocalStore(Store):
 
     # --- bounds and trouble -------------------------------------------------------------------------------------------
 
-    def _log_too_long(self, at: Attachment) -> bool:
+    def _log_too_long(self, at: Attachment, deadline: Deadline) -> bool:
         """Whether SQLite's log outgrew its share because a stopped process keeps it from being folded in."""
         try:
             size = os.stat(at.path / (directory.INDEX + "-wal")).st_size
         except FileNotFoundError:
             return False
-        return size > index_share(at.slab.geometry.limit_bytes) // 2 and not self._fold_log(at)
-
-    def _fold_log(self, at: Attachment) -> bool:
-        with at.lock:
-            folded = at.catalog.database.fold_log()
+        if size <= index_share(at.slab.geometry.limit_bytes) // 2:
+            return False
+        folded = False
+        if at.lock.acquire(timeout=deadline.remaining_s):
+            try:
+                folded = at.catalog.database.fold_log()
+            finally:
+                at.lock.release()
         if not folded:
             self.metrics.count("local.log_full")
-        return folded
+        return not folded
 
     def _transact(self, at: Attachment, work: Callable[[], T], deadline: Deadline) -> T:
         """Run `work` under the catalog's write lock. Raises CatalogBusy at the deadline."""

@@ -7,7 +7,7 @@ any thread; changes come one at a time (`local.py` holds the lock).
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from headwater.core.page import PageName
+from headwater.core.page import NAME_BYTES, PageName
 from headwater.policy import LeafOrder
 from headwater.storage.slab import SECTOR
 
@@ -47,6 +47,18 @@ class Page(NamedTuple):
     num_bytes: int
     slot_bytes: int
     priority: float
+
+    @classmethod
+    def from_row(cls, row: Sequence[object]) -> "Page | None":
+        """A page from a row of the index, or None where a damaged index says something impossible."""
+        name, parent, slot, generation, num_bytes, slot_bytes, priority = row
+        if not (isinstance(name, bytes) and isinstance(parent, bytes) and len(name) == len(parent) == NAME_BYTES):
+            return None
+        if not (isinstance(slot, int) and isinstance(generation, int) and isinstance(priority, float)):
+            return None
+        if not (isinstance(num_bytes, int) and isinstance(slot_bytes, int) and 0 < num_bytes <= slot_bytes):
+            return None
+        return cls(PageName(name), PageName(parent), slot, generation, num_bytes, slot_bytes, priority)
 
 
 class Mirror:

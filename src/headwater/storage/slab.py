@@ -88,6 +88,12 @@ class Geometry:
         """Byte offset of an extent in the file."""
         return self.data_at + extent * self.extent_bytes
 
+    def has_slot(self, offset: int, slot_bytes: int) -> bool:
+        """Whether a slot of this size can begin here: an index that was damaged might say anything."""
+        extent, inside = divmod(offset - self.data_at, self.extent_bytes)
+        index, rest = divmod(inside, slot_bytes)
+        return 0 <= extent < self.num_extents and rest == 0 and index < self.slots_in_extent(slot_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class SlabHeader:
@@ -178,12 +184,14 @@ class Slab:
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """The memory of a slot; only where `mapped`."""
-        if self._view is None:
-            raise StoreUnavailable(f"{self.path} is not mapped: its pages have no address")
+        if self._view is None or not 0 <= offset <= self.geometry.file_bytes - num_bytes:
+            raise StoreDamaged(f"{self.path} has no {num_bytes} bytes with an address at {offset}")
         return self._view[offset : offset + num_bytes]
 
     def read_into(self, offset: int, buffer: memoryview) -> bool:
-        """Copy bytes out. False where the file ended early."""
+        """Copy bytes out. False where the file ends early."""
+        if not 0 <= offset <= self.geometry.file_bytes - len(buffer):
+            return False
         if self._view is not None:
             buffer[:] = self._view[offset : offset + len(buffer)]
             return True
@@ -201,11 +209,13 @@ class Slab:
     def starts_with(self, offset: int, stamp: memoryview | bytes) -> bool:
         """Whether the bytes at `offset` still are `stamp`."""
         if self._view is not None:
-            return self._view[offset : offset + len(stamp)] == stamp
+            return bool(offset >= 0 and self._view[offset : offset + len(stamp)] == stamp)
         return os.pread(self._fd, len(stamp), offset) == stamp
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes in. Raises StoreDamaged if the medium refuses."""
+        """Copy bytes in. Raises StoreDamaged if there is no such place, or the medium refuses."""
+        if not 0 <= offset <= self.geometry.file_bytes - len(data):
+            raise StoreDamaged(f"{self.path} has no {len(data)} bytes at {offset}")
         if self._view is not None:
             self._view[offset : offset + len(data)] = data
             return
@@ -227,6 +237,8 @@ class Slab:
 
         A whole sector: a smaller write would have the kernel read that sector from the disk first.
         """
+        if offset < self.geometry.data_at:
+            raise StoreDamaged(f"{self.path} has no slot at {offset}")
         self.write(offset, memoryview(_ZEROS))
 
     def sync(self) -> None:

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,8 @@ class Trial:
         """Spoil, use, judge. Returns what was done, and the results of all reads."""
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.copytree(self.new, self.directory)
-        damages: list[Callable[[], str]] = [self.flip, self.cut, self.zero, self.swap, self.remove, self.grow, self.mix]
+        kinds = (self.flip, self.cut, self.zero, self.swap, self.remove, self.grow, self.mix, self.lie)
+        damages: list[Callable[[], str]] = list(kinds)
         damage = self.rng.choice(damages)
         while_open = self.rng.random() < 0.3
         results: Counter[str] = Counter()
@@ -167,6 +169,53 @@ class Trial:
             with suppress(FileNotFoundError):
                 _overwrite(self.directory / name, (self.old / name).read_bytes())
         return f"old {' '.join(names)}"
+
+    def lie(self) -> str:
+        """Write a sound index that says what is not so: an index is a hint, its content is never trusted."""
+        live = "(SELECT slot FROM slots WHERE state = 2 ORDER BY RANDOM() LIMIT 1)"
+        statement = self.rng.choice(_LIES).replace("SOME", live)
+        connection = sqlite3.connect(self.directory / INDEX, timeout=5, isolation_level=None)
+        try:
+            with suppress(sqlite3.Error):  # some lies are against the schema
+                connection.execute(statement)
+        finally:
+            connection.close()
+        return "lie"
+
+
+_LIES: Final = (
+    "UPDATE slots SET num_bytes = num_bytes + 1 WHERE slot = SOME",
+    "UPDATE slots SET num_bytes = 4096 WHERE state = 2",
+    "UPDATE slots SET slot = 0 WHERE slot = SOME",
+    "UPDATE slots SET slot = slot + 1 WHERE slot = SOME",
+    "UPDATE slots SET slot = -slot WHERE slot = SOME",
+    "UPDATE slots SET slot = slot + 1000000 WHERE slot = SOME",
+    "UPDATE slots SET state = 0 WHERE state = 2",
+    "UPDATE slots SET state = 0 WHERE slot = SOME",
+    "UPDATE slots SET state = 1, owner = 77 WHERE slot = SOME",
+    "UPDATE slots SET parent = name WHERE slot = SOME",
+    "UPDATE slots SET parent = (SELECT name FROM slots WHERE slot = SOME) WHERE slot = SOME",
+    "UPDATE slots SET name = randomblob(40) WHERE slot = SOME",
+    "UPDATE slots SET name = randomblob(3) WHERE slot = SOME",
+    "UPDATE slots SET name = NULL WHERE slot = SOME",
+    "UPDATE slots SET slot_bytes = 4096 WHERE slot = SOME",
+    "UPDATE slots SET generation = generation + 1 WHERE slot = SOME",
+    "UPDATE slots SET priority = -1e300, used_s = 1e300, hits = -5, depth = -7 WHERE state = 2",
+    "UPDATE slots SET family = 99 WHERE state = 2",
+    "UPDATE slots SET expires_ms = 1 WHERE state = 2",
+    "UPDATE extents SET slot_bytes = slot_bytes * 2",
+    "DELETE FROM extents",
+    "DELETE FROM families",
+    "DELETE FROM owners",
+    "DELETE FROM meta",
+    "DELETE FROM log",
+    "DELETE FROM slots WHERE slot = SOME",
+    "INSERT INTO log SELECT MAX(seq) + 1000000, 5 FROM log",
+    "INSERT INTO slots(slot, slot_bytes, state, generation, owner) SELECT slot + 1, slot_bytes, 0, 0, 0 FROM slots "
+    "WHERE slot = SOME",
+    "DROP TABLE slots",
+    "DROP INDEX live_name",
+)
 
 
 def _overwrite(path: Path, data: bytes) -> None:
