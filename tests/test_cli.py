@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from headwater import __version__, demo
 from headwater.build import open_local
 from headwater.cli import app
 from headwater.config import LocalStoreConfig
-from headwater.core.errors import InvalidInput, StoreBusy
+from headwater.core.errors import InvalidInput, StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.spec import opaque_layout
@@ -354,14 +353,11 @@ def test_check_tells_when_the_index_is_wrong_about_the_family(path: Path) -> Non
         assert audit._check_page(store, name, family, frame) == "intact"
 
 
-def test_a_locked_index_is_an_error_and_not_an_empty_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_CALL_S", 0.05)
+def test_a_store_that_is_down_is_an_error_and_not_an_empty_answer(path: Path) -> None:
     with open_local(LocalStoreConfig(directory=path)) as store:
-        blocker = sqlite3.connect(path / directory.INDEX, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreBusy):
+        os.truncate(path / directory.SLAB, 1000)
+        with pytest.raises(StoreDamaged):
             audit.survey(store)
-        blocker.close()
 
 
 # --- demo -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from headwater.testing.machine import LocalStoreMachine, TightStoreMachine
 
 @pytest.mark.parametrize("machine", [LocalStoreMachine, TightStoreMachine])
 def test_several_processes_against_a_model(machine: type[LocalStoreMachine]) -> None:
-    fewer = settings(max_examples=settings().max_examples // 2, stateful_step_count=25)
+    nightly = settings().max_examples > 100
+    fewer = settings(max_examples=settings().max_examples // 2, stateful_step_count=100 if nightly else 25)
     try:
         run_state_machine_as_test(machine, settings=fewer)
     finally:

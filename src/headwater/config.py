@@ -2,7 +2,6 @@
 
 import enum
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Final
 from headwater.core.errors import InvalidConfig
 
 MIN_LIMIT_BYTES: Final = 8 << 20
-_UNITS: Final = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 class Durability(enum.StrEnum):
@@ -33,19 +31,18 @@ class LocalStoreConfig:
     open_timeout_s: float = 120.0  # for others who are just coming in; making a large store takes its time
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        if self.limit_bytes is not None and self.limit_bytes < MIN_LIMIT_BYTES:
-            raise InvalidConfig(f"limit_bytes must be at least {MIN_LIMIT_BYTES} (8 MiB), not {self.limit_bytes}")
-        if not self.open_timeout_s > 0:
-            raise InvalidConfig(f"open_timeout_s must be positive, not {self.open_timeout_s}")
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes from text such as `4GiB`, `512 MiB` or `1048576`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise InvalidConfig(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        """Take plain values where they are clear (`"power"`, a path as text), refuse what cannot work."""
+        try:
+            object.__setattr__(self, "directory", Path(self.directory))
+            object.__setattr__(self, "durability", Durability(self.durability))
+        except (TypeError, ValueError) as error:
+            raise InvalidConfig(f"{error}; durability is one of {', '.join(Durability)}") from error
+        limit: object = self.limit_bytes
+        if limit is not None and not (isinstance(limit, int) and MIN_LIMIT_BYTES <= limit < 1 << 62):
+            raise InvalidConfig(f"limit_bytes must be a whole number of at least {MIN_LIMIT_BYTES}, not {limit!r}")
+        timeout: object = self.open_timeout_s
+        if not (isinstance(timeout, int | float) and 0 < timeout < float("inf")):
+            raise InvalidConfig(f"open_timeout_s must be a positive number of seconds, not {timeout!r}")
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:

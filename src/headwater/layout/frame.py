@@ -65,7 +65,7 @@ class Fault(enum.StrEnum):
     CORRUPT = "corrupt"  # checksum or digest does not fit the bytes
     FOREIGN = "foreign"  # an intact page, but another key's, identity's, shard's or layout's
     SHORT = "short"  # fewer bytes than the header promises
-    STALE = "stale"  # expired, or replaced while it was read
+    STALE = "stale"  # past its time
     UNKNOWN_VERSION = "unknown_version"  # a format or digest this reader does not know
 
 
@@ -91,6 +91,8 @@ class PageMeta:
         for what, value in (("key", self.key), ("identity", self.identity), ("parent", self.parent)):
             if len(value) != KEY_BYTES:
                 raise InvalidInput(f"{what} must have {KEY_BYTES} bytes, not {len(value)}")
+        if self.parent == self.key:
+            raise InvalidInput("a block cannot be its own parent")
         if len(self.tenant) != 16:
             raise InvalidInput(f"tenant must have 16 bytes, not {len(self.tenant)}")
         if not (0 <= self.depth < 1 << 32 and 0 < self.valid_tokens < 1 << 32 and 0 <= self.expires_at_ms < 1 << 63):

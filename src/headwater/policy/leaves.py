@@ -86,10 +86,13 @@ class LeafOrder(Generic[K]):
     def subtree(self, key: K) -> Iterator[K]:
         """A known block and all that builds on it, itself first. The forest must not change meanwhile."""
         stack = [key] if key in self._nodes else []
+        seen = set(stack)  # a damaged index may say that a block builds on itself
         while stack:
             found = stack.pop()
             yield found
-            stack.extend(self._of(found))
+            more = [child for child in self._of(found) if child not in seen]
+            seen.update(more)
+            stack.extend(more)
 
     def lowest(self, group: int = 0) -> float | None:
         """Priority of the next victim; None where there is none."""

@@ -10,9 +10,8 @@ believed when it is read and verified.
 """
 
 import contextlib
-import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,6 @@ from headwater.core.errors import (
     InvalidConfig,
     StoreBusy,
     StoreDamaged,
-    StoreError,
     StoreMismatch,
     StoreUnavailable,
 )
@@ -29,11 +27,11 @@ from headwater.layout.frame import ALIGNMENT, MAX_PLANES, Fault, Header, header_
 from headwater.metrics import Metrics
 from headwater.policy import Lru, policy_by_name
 from headwater.storage import directory
+from headwater.storage.attachment import Attachment
 from headwater.storage.base import Clock, Deadline
 from headwater.storage.catalog import Catalog
 from headwater.storage.database import VERSION, CatalogBusy, CatalogFull, Database
-from headwater.storage.mirror import Slot
-from headwater.storage.slab import SECTOR, Geometry, Progress, Slab
+from headwater.storage.slab import SECTOR, Geometry, Progress, Slab, sectors
 
 _MIN_INDEX_BYTES: Final = 4 << 20
 _INDEX_BYTES_PER_SLOT: Final = 512  # room for a row, its place in the indexes and in the log
@@ -48,77 +46,6 @@ def plan(limit_bytes: int) -> Geometry:
     """The slab for a directory of this limit."""
     share = index_share(limit_bytes)
     return Geometry.plan(limit_bytes, index_bytes=share, max_slots=share // 2 // _INDEX_BYTES_PER_SLOT)
-
-
-@dataclass(slots=True, eq=False)
-class Attachment:
-    """One open directory: locks, slab, catalog. Closes when it was retired and the last user has left."""
-
-    path: Path
-    presence: directory.PresenceLock
-    owner_lock: directory.OwnerLock
-    slab: Slab
-    catalog: Catalog
-    owner: int
-    lock: threading.Lock = field(default_factory=threading.Lock)  # around the catalog
-    debts: list[Slot] = field(default_factory=list)  # reserved slots that could not be given back in time
-    _lent: set[Slot] = field(default_factory=set)
-    _users: int = 0
-    _retired: bool = False
-    _gate: threading.Lock = field(default_factory=threading.Lock)
-
-    def enter(self, count: int = 1) -> None:
-        """Count users in: a copy in flight, a reservation that is out."""
-        with self._gate:
-            self._users += count
-
-    def leave(self, count: int = 1) -> None:
-        """Count users out; the last one of a retired attachment closes it."""
-        with self._gate:
-            self._users -= count
-            last = self._retired and self._users == 0
-        if last:
-            self._close()
-
-    def lend(self, slot: Slot) -> None:
-        """Count a reservation out."""
-        with self._gate:
-            self._lent.add(slot)
-            self._users += 1
-
-    def take_back(self, slot: Slot) -> bool:
-        """Whether the reservation was still out; it is not any more. The caller owes a `leave`."""
-        with self._gate:
-            if slot not in self._lent:
-                return False
-            self._lent.remove(slot)
-            return True
-
-    def retire(self) -> None:
-        """Close now, or as soon as nobody is inside: a slot that a copy still writes to must stay ours until then."""
-        with self._gate:
-            if self._retired:
-                return
-            self._retired = True
-            last = self._users == 0
-        if last:
-            self._close()
-
-    def drop_after_fork(self) -> None:
-        """In a child: let go of the parent's locks without touching what they protect."""
-        self.owner_lock.drop_after_fork()
-        self.presence.close()
-
-    def _close(self) -> None:
-        with contextlib.suppress(StoreError, CatalogBusy, CatalogFull), self.catalog.transaction(Deadline.after(1.0)):
-            self.catalog.write_touches()
-            self.catalog.leave(self.owner)
-            if not self.catalog.num_owners():  # the last one out says that all is in order
-                self.catalog.database.set_meta(clean=1)
-        self.catalog.close()
-        self.slab.close()
-        self.owner_lock.close()
-        self.presence.close()
 
 
 def attach(
@@ -148,13 +75,17 @@ def attach(
             _require_pair(config, slab, catalog)
             owner_lock = directory.OwnerLock(path)
             undo.callback(owner_lock.close)
-            owner = _enrol(catalog, path, owner_lock.token, alone=alone, deadline=deadline)
+            owner = _enrol(config, slab, catalog, owner_lock.token, alone=alone, deadline=deadline)
         except OSError as error:
             raise StoreUnavailable(f"cannot use {path} as a store: {error}") from error
+        except CatalogBusy as error:
+            raise StoreBusy(f"the index of {path} stays locked by another process; try again later") from error
+        except CatalogFull as error:
+            raise StoreUnavailable(f"the file system of {path} is full: the index cannot be written") from error
         presence.settle()
         undo.pop_all()
-    attachment = Attachment(path, presence, owner_lock, slab, catalog, owner)
-    if config.prefault:
+    attachment = Attachment(path, presence, owner_lock, slab=slab, catalog=catalog, owner=owner)
+    if config.prefault:  # with the gate open: this may take long, and concerns nobody else
         try:
             slab.prefault(progress)
         except BaseException:
@@ -169,8 +100,8 @@ def destroy(path: Path, *, deadline: Deadline) -> None:
     try:
         if not presence.come_in(deadline):
             raise StoreBusy(f"{path} is in use: stop the processes that have it open first")
+        (path / directory.SLAB).unlink(missing_ok=True)  # first: without it no index brings anything back
         _remove_index(path)
-        (path / directory.SLAB).unlink(missing_ok=True)
         directory.sweep_owners(path)
     finally:
         presence.close()
@@ -207,15 +138,21 @@ def _open_catalog(config: LocalStoreConfig, slab: Slab, deadline: Deadline) -> C
     return Catalog(_connect(config, deadline), policy, log_kept=geometry.max_slots * geometry.num_extents)
 
 
-def _enrol(catalog: Catalog, path: Path, token: str, *, alone: bool, deadline: Deadline) -> int:
-    try:
-        with catalog.transaction(deadline):
-            owner = catalog.enrol(token)
-            catalog.database.set_meta(boot_id=directory.boot_id(), clean=0)
-            catalog.retire_dead(lambda other: other == token or (not alone and directory.is_alive(path, other)))
-        return owner
-    except (CatalogBusy, CatalogFull) as error:
-        raise StoreUnavailable(f"cannot write the index of {path}: it is locked or its file system is full") from error
+def _enrol(
+    config: LocalStoreConfig, slab: Slab, catalog: Catalog, token: str, *, alone: bool, deadline: Deadline
+) -> int:
+    """Sign in, and free what dead owners left behind."""
+
+    def is_alive(other: str) -> bool:
+        return not alone and directory.is_alive(config.directory, other)
+
+    with catalog.transaction(deadline):
+        owner = catalog.enrol(token)
+        catalog.database.set_meta(boot_id=directory.boot_id(), clean=0)
+        if config.durability is Durability.PROCESS:
+            catalog.database.set_meta(weak=1)  # from now on a power cut may cost the index its order
+        catalog.retire_dead(owner, is_alive, lambda slot: slab.wipe(slot.offset), idle=True)
+    return owner
 
 
 def _open_alone(
@@ -269,7 +206,7 @@ def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None
     slab = None
     try:
         slab = Slab.create(path, plan(config.limit_bytes), policy=policy.name, mapped=mapped, progress=progress)
-        return slab, _new_catalog(config, slab)
+        return slab, _new_catalog(config, slab, epoch=slab.epoch)
     except BaseException:
         if slab is not None:
             slab.close()
@@ -277,11 +214,11 @@ def _create(config: LocalStoreConfig, *, mapped: bool, progress: Progress | None
         raise
 
 
-def _new_catalog(config: LocalStoreConfig, slab: Slab) -> Catalog:
+def _new_catalog(config: LocalStoreConfig, slab: Slab, *, epoch: int) -> Catalog:
     _remove_index(config.directory)
     catalog = _open_catalog(config, slab, Deadline.after(config.open_timeout_s))
     try:
-        catalog.database.create({"version": VERSION, "store_id": slab.store_id, "epoch": slab.epoch})
+        catalog.database.create({"version": VERSION, "store_id": slab.store_id, "epoch": epoch})
     except BaseException:
         catalog.close()
         raise
@@ -297,27 +234,29 @@ def _doubt(catalog: Catalog, slab: Slab, config: LocalStoreConfig) -> str:
         return f"it is of version {meta.get('version')}"
     if meta.get("store_id") != slab.store_id or meta.get("epoch") != slab.epoch:
         return "it belongs to another slab, or to an earlier epoch of this one"
-    if not meta.get("clean") and meta.get("boot_id") != directory.boot_id() and config.durability is Durability.PROCESS:
+    if meta.get("weak") and not meta.get("clean") and meta.get("boot_id") != directory.boot_id():
         return "the machine went down while the store was open"
     if not catalog.database.sound():
         return "it is damaged"
-    catalog.refresh(Deadline.after(config.open_timeout_s))
-    if catalog.mirror.seq < slab.mark():
-        return "it is older than the slab"
-    if catalog.misplaced(slab.geometry):
-        return "it names slots that do not exist"
-    classes = catalog.slot_classes()
-    if any(slab.extent_slot_bytes(extent) != classes.get(extent, 0) for extent in range(slab.geometry.num_extents)):
-        return "it does not agree with the slab about sizes"
+    with catalog.snapshot(Deadline.after(config.open_timeout_s)):
+        if catalog.mirror.seq < slab.mark():
+            return "it is older than the slab"
+        if catalog.misplaced(slab.geometry):
+            return "it names slots that do not exist"
+        classes = catalog.slot_classes()
+    for extent in range(slab.geometry.num_extents):  # a crash may come between the table and the commit: index wins
+        if slab.extent_slot_bytes(extent) != classes.get(extent, 0):
+            slab.set_extent_slot_bytes(extent, classes.get(extent, 0))
     return ""
 
 
 def _rebuild(config: LocalStoreConfig, slab: Slab, *, clock: Clock, progress: Progress | None) -> Catalog:
-    """A new index from the frames in the slab, under a new epoch."""
+    """A new index from the frames in the slab, under a new epoch, which it gets last: half an index is none."""
     slab.set_epoch(slab.epoch + 1)
-    catalog = _new_catalog(config, slab)
+    catalog = _new_catalog(config, slab, epoch=0)
     try:
         with catalog.transaction(Deadline.after(config.open_timeout_s)):
+            found: list[tuple[int, Header]] = []
             for extent in range(slab.geometry.num_extents):
                 slot_bytes = slab.extent_slot_bytes(extent)
                 if slot_bytes % SECTOR or not slab.geometry.slots_in_extent(slot_bytes or SECTOR):
@@ -325,22 +264,27 @@ def _rebuild(config: LocalStoreConfig, slab: Slab, *, clock: Clock, progress: Pr
                 slab.set_extent_slot_bytes(extent, slot_bytes)
                 if slot_bytes:
                     catalog.cut(slab.geometry, extent, slot_bytes)
-                    _index_extent(slab, catalog, extent, slot_bytes, now_s=clock.time())
+                    found += _pages_in(slab, extent, slot_bytes)
                 if progress is not None:
                     progress(extent + 1, slab.geometry.num_extents)
+            for offset, header in sorted(found, key=lambda page: page[1].meta.depth):  # parents before children
+                used_s = min(clock.time(), header.sealed_at_ms / 1000)
+                if not catalog.adopt(offset // SECTOR, header, used_s=used_s):
+                    slab.wipe(offset)
+            catalog.database.set_meta(epoch=slab.epoch)
     except BaseException:
         catalog.close()
         raise
     return catalog
 
 
-def _index_extent(slab: Slab, catalog: Catalog, extent: int, slot_bytes: int, *, now_s: float) -> None:
+def _pages_in(slab: Slab, extent: int, slot_bytes: int) -> Iterator[tuple[int, Header]]:
     start = slab.geometry.extent_offset(extent)
     for index in range(slab.geometry.slots_in_extent(slot_bytes)):
         offset = start + index * slot_bytes
         header = read_header(slab, offset)
-        if isinstance(header, Header) and header.frame_bytes <= slot_bytes:
-            catalog.adopt(offset // SECTOR, header, used_s=min(now_s, header.sealed_at_ms / 1000))
+        if isinstance(header, Header) and sectors(header.frame_bytes) == slot_bytes:
+            yield offset, header
 
 
 def read_header(slab: Slab, offset: int) -> Header | Fault:

@@ -8,8 +8,8 @@ shipped conformance suite (`headwater.testing.stores`):
 - No call outlives its deadline by more than one page's copy. What was not done by then is LATE, and published nothing.
 - The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
 - `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
-- Pages of one put are taken in order, and a page whose predecessor in the same call is not held is not stored: no
-  holes.
+- A store that knows parents keeps no page without the one before it: a put answers NO_PARENT (pages of one put are
+  taken in order), and deleting or evicting a page never leaves one behind that builds on it.
 - A put that is not STORED or EXISTS is invisible, now and after a restart.
 - `close` may be called twice. After it every call raises ResourceClosed.
 """
@@ -55,8 +55,8 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self.at_s - self.clock.monotonic())
+        """Seconds left, never negative, and at most a day: that is what waiting can be told."""
+        return min(max(0.0, self.at_s - self.clock.monotonic()), 86_400.0)
 
     @property
     def expired(self) -> bool:
@@ -70,6 +70,7 @@ class PutStatus(enum.StrEnum):
     STORED = "stored"
     EXISTS = "exists"  # a complete page of this name is there already
     NO_ROOM = "no_room"  # the byte limit holds, and nothing may be evicted for it
+    NO_PARENT = "no_parent"  # the block before it is not here, and a suffix without its prefix is worth nothing
     REFUSED = "refused"  # not a frame, not the frame of this name, or larger than the store can take
     LATE = "late"
     FAILED = "failed"

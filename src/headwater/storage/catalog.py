@@ -23,7 +23,7 @@ from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import Header
 from headwater.policy import BlockFacts, Policy
-from headwater.storage.base import Deadline
+from headwater.storage.base import Deadline, PutStatus
 from headwater.storage.database import Database
 from headwater.storage.mirror import Mirror, Page, Place, Slot
 from headwater.storage.slab import SECTOR, Geometry, sectors
@@ -41,6 +41,9 @@ SELECT COUNT(*) FROM slots LEFT JOIN extents ON extent = (slot - :data) / :size
 WHERE slot < :data OR extent IS NULL OR extents.slot_bytes <> slots.slot_bytes
     OR ((slot - :data) % :size) % (slots.slot_bytes / :sector) <> 0
     OR ((slot - :data) % :size) / (slots.slot_bytes / :sector) >= MIN(:size * :sector / slots.slot_bytes, :most)"""
+_OTHERS: Final = """
+SELECT owner, token FROM owners
+WHERE owner <> :myself AND (:idle OR owner IN (SELECT owner FROM slots WHERE state = 1))"""
 _PRIORITIES: Final = "SELECT slot, priority FROM slots WHERE slot IN (SELECT value FROM json_each(?))"
 _PUBLISH: Final = """
 UPDATE slots SET state = 2, owner = 0, name = ?, parent = ?, family = ?, depth = ?, num_bytes = ?, valid_tokens = ?,
@@ -52,6 +55,11 @@ _PROBLEMS: Final = (
     ),
     (_SENSELESS, "pages that make no sense"),
     ("SELECT COUNT(*) FROM slots WHERE state <> 2 AND name IS NOT NULL", "names without a page"),
+    (
+        "SELECT COUNT(*) FROM slots AS s WHERE state = 2 AND depth > 0 AND NOT EXISTS "
+        "(SELECT 1 FROM slots AS p WHERE p.state = 2 AND p.name = s.parent)",
+        "pages without the one before them",
+    ),
 )
 
 
@@ -89,19 +97,27 @@ class Catalog:
     @contextmanager
     def transaction(self, deadline: Deadline) -> Iterator[None]:
         """Hold the write lock, with a mirror that is current. Raises what `Database.writing` raises."""
+        if self.mirror.seq < 0:
+            with self.snapshot(deadline):  # reading it all takes a while: not with the lock in hand
+                pass
+        began = False
         try:
             with self.database.writing(deadline):
+                began = True
                 self._catch_up()
                 yield
         except BaseException:
-            self.mirror.seq = -1  # it may hold what was rolled back: read it all at the next look
-            self._families.clear()
+            if began:
+                self.mirror.seq = -1  # it may hold what was rolled back: read it all at the next look
+                self._families.clear()
             raise
 
-    def refresh(self, deadline: Deadline) -> None:
-        """Bring the mirror up to date with what other processes changed. Cheap when nothing did."""
+    @contextmanager
+    def snapshot(self, deadline: Deadline) -> Iterator[None]:
+        """One moment of the index for several questions, with a mirror of the same moment."""
         with self.database.reading(deadline):
             self._catch_up()
+            yield
 
     def _catch_up(self) -> None:
         seen = self.mirror.seq
@@ -140,19 +156,24 @@ class Catalog:
         """How many stores have the directory open, or died with it open."""
         return int(self._db.execute("SELECT COUNT(*) FROM owners").fetchone()[0])
 
-    def retire_dead(self, is_alive: Callable[[str], bool]) -> int:
-        """Free the reservations of owners that are dead. Returns how many slots came back."""
-        freed = 0
-        for owner, token in self._db.execute("SELECT owner, token FROM owners").fetchall():
-            if not is_alive(token):
-                freed += self.leave(owner)
-        return freed
+    def retire_dead(
+        self, myself: int, is_alive: Callable[[str], bool], wipe: Callable[[Slot], None], *, idle: bool = False
+    ) -> int:
+        """Free the reservations of owners that are dead; with `idle` also forget those that held none.
 
-    def leave(self, owner: int) -> int:
+        Returns how many slots came back. Wiping before the commit is safe: the slots were nobody else's.
+        """
+        others = self._db.execute(_OTHERS, {"myself": myself, "idle": idle}).fetchall()
+        return sum(self.leave(owner, wipe) for owner, token in others if not is_alive(token))
+
+    def leave(self, owner: int, wipe: Callable[[Slot], None]) -> int:
         """Free what an owner still has reserved, and forget it."""
-        done = self._db.execute("UPDATE slots SET state = 0, owner = 0 WHERE state = 1 AND owner = ?", (owner,))
+        held = self._db.execute("SELECT slot, generation FROM slots WHERE state = 1 AND owner = ?", (owner,)).fetchall()
+        for row in held:
+            wipe(Slot(*row))
+        self._db.execute("UPDATE slots SET state = 0, owner = 0 WHERE state = 1 AND owner = ?", (owner,))
         self._db.execute("DELETE FROM owners WHERE owner = ?", (owner,))
-        return done.rowcount
+        return len(held)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -188,6 +209,9 @@ class Catalog:
             "SELECT slot, generation + 1 FROM slots WHERE state = 0 AND slot_bytes = ? LIMIT ?",
             (slot_bytes, wanted),
         ).fetchall()
+        return self._take(rows, owner)
+
+    def _take(self, rows: Sequence[tuple[int, int]], owner: int) -> list[Slot]:
         self._db.executemany(
             "UPDATE slots SET state = 1, owner = ?, generation = ? WHERE slot = ?",
             [(owner, generation, slot) for slot, generation in rows],
@@ -221,15 +245,22 @@ class Catalog:
 
     def take_pages(self, names: Sequence[PageName], owner: int) -> list[Slot]:
         """Unpublish pages and all that build on them, and reserve their slots."""
-        doomed = dict.fromkeys(found for name in names for found in self.mirror.order.subtree(name))
-        return self._unpublish(list(doomed), owner)
+        return self._unpublish(self._with_descendants(names), owner)
 
-    def take_extent(self, geometry: Geometry, extent: int, owner: int) -> list[Slot]:
-        """Unpublish every page of an extent and all that build on them, and reserve their slots."""
-        names = self._db.execute(
-            "SELECT name FROM slots WHERE state = 2 AND slot >= ? AND slot < ?", _span(geometry, extent)
+    def _with_descendants(self, names: Sequence[PageName]) -> list[PageName]:
+        return list(dict.fromkeys(found for name in names for found in self.mirror.order.subtree(name)))
+
+    def take_extent(self, geometry: Geometry, extent: int, owner: int, spare: frozenset[PageName]) -> list[Slot] | None:
+        """Reserve every slot of an extent, its pages and all that build on them unpublished; None if `spare` is hit."""
+        span = _span(geometry, extent)
+        rows = self._db.execute("SELECT name FROM slots WHERE state = 2 AND slot >= ? AND slot < ?", span).fetchall()
+        doomed = self._with_descendants([PageName(row[0]) for row in rows])
+        if any(name in spare for name in doomed):
+            return None
+        free = self._db.execute(
+            "SELECT slot, generation + 1 FROM slots WHERE state = 0 AND slot >= ? AND slot < ?", span
         ).fetchall()
-        return self.take_pages([PageName(row[0]) for row in names], owner)
+        return self._take(free, owner) + self._unpublish(doomed, owner)
 
     def coldest_extent(self, geometry: Geometry, slot_bytes: int) -> tuple[int, float] | None:
         """The extent of another slot size with the lowest mean priority and no reservation, and that mean."""
@@ -255,16 +286,22 @@ class Catalog:
         ).fetchall()
         return [PageName(row[0]) for row in rows]
 
-    def publish(self, written: Sequence[tuple[Slot, Header]], owner: int, *, now_s: float) -> list[bool]:
-        """Make reserved slots LIVE. False for one that is no longer this owner's, or whose page is there already."""
-        done = [self._publish(slot, header, owner, now_s) for slot, header in written]
-        self._log([slot.slot for (slot, _), published in zip(written, done, strict=True) if published])
-        return done
+    def publish(self, written: Sequence[tuple[Slot, Header]], owner: int, *, now_s: float) -> list[PutStatus]:
+        """Make reserved slots LIVE, in order.
 
-    def _publish(self, slot: Slot, header: Header, owner: int, now_s: float) -> bool:
+        FAILED for one that is no longer this owner's; EXISTS and NO_PARENT leave the slot reserved.
+        """
+        results = [self._publish(slot, header, owner, now_s) for slot, header in written]
+        stored = zip(written, results, strict=True)
+        self._log([slot.slot for (slot, _), status in stored if status is PutStatus.STORED])
+        return results
+
+    def _publish(self, slot: Slot, header: Header, owner: int, now_s: float) -> PutStatus:
         meta, num_bytes = header.meta, header.frame_bytes
         if meta.name in self.mirror.places:
-            return False
+            return PutStatus.EXISTS
+        if meta.depth and meta.parent_name not in self.mirror.places:
+            return PutStatus.NO_PARENT
         facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
         priority = self._policy.priority(facts)
         family = self._family(meta.identity, meta.tenant)
@@ -273,20 +310,20 @@ class Catalog:
             *(now_s, priority, slot.slot, slot.generation, owner),
         )
         if self._db.execute(_PUBLISH, row).rowcount != 1:
-            return False
+            return PutStatus.FAILED
         self.mirror.remember(
             Page(meta.name, meta.parent_name, slot.slot, slot.generation, num_bytes, sectors(num_bytes), priority)
         )
-        return True
+        return PutStatus.STORED
 
     def adopt(self, slot: int, header: Header, *, used_s: float) -> bool:
-        """Make a page LIVE that was found in a free slot. False where another slot holds the name already."""
+        """Make a page LIVE that was found in a free slot. False if its name is taken, or the page before it is not."""
         self._db.execute("UPDATE slots SET state = 1, generation = 1 WHERE slot = ?", (slot,))
         found = Slot(slot, 1)
-        adopted = self.publish([(found, header)], 0, now_s=used_s)[0]
-        if not adopted:
-            self.give_back([found], 0)
-        return adopted
+        if self.publish([(found, header)], 0, now_s=used_s) == [PutStatus.STORED]:
+            return True
+        self.give_back([found], 0)
+        return False
 
     def give_back(self, slots: Sequence[Slot], owner: int) -> None:
         """Free reserved slots without publishing them."""

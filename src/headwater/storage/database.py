@@ -56,7 +56,10 @@ class Database:
     def __init__(self, path: Path, *, power_safe: bool) -> None:
         """Connect. Raises StoreDamaged if the file cannot be read as an index, CatalogBusy if it is locked."""
         self.path = path
-        self.db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0, cached_statements=64)
+        with self.translated():
+            self.db = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=0, cached_statements=64
+            )
         try:
             with self.translated():
                 self.db.execute("PRAGMA journal_mode = WAL")
@@ -69,10 +72,11 @@ class Database:
         self._inode = path.stat().st_ino
 
     def create(self, meta: dict[str, Any]) -> None:
-        """Write an empty index."""
-        with self.translated():
-            self.db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-        self.set_meta(**meta)
+        """Write an empty index, all of it or nothing."""
+        with self.writing(Deadline.after(10.0)):
+            for statement in SCHEMA.split(";"):
+                self.db.execute(statement)
+            self.set_meta(**meta)
 
     def meta(self) -> dict[str, Any]:
         """All settings of the directory. Raises StoreDamaged if they cannot be read."""
@@ -139,7 +143,8 @@ class Database:
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
-            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            # PROTOCOL: a process was stopped in the middle of SQLite's own bookkeeping; the index is none the worse.
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL):
                 raise CatalogBusy from error
             if code == sqlite3.SQLITE_FULL:
                 raise CatalogFull from error

@@ -15,6 +15,7 @@ import os
 import secrets
 import stat
 import time
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -101,7 +102,12 @@ class PresenceLock:
 
     def __init__(self, directory: Path) -> None:
         self._gate = os.open(directory / _GATE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except BaseException:
+            os.close(self._gate)
+            raise
+        _held.add(self)
 
     def come_in(self, deadline: Deadline) -> bool:
         """Pass the gate and keep it: True if nobody else is inside. Raises StoreBusy at the deadline."""
@@ -122,6 +128,13 @@ class PresenceLock:
     def close(self) -> None:
         """Leave."""
         if self._fd >= 0:
+            _release(self._fd)
+            _release(self._gate)
+            self._fd = self._gate = -1
+
+    def drop(self) -> None:
+        """In a child: let go without releasing what the parent holds."""
+        if self._fd >= 0:
             os.close(self._fd)
             os.close(self._gate)
             self._fd = self._gate = -1
@@ -135,36 +148,39 @@ class OwnerLock:
         self._path = directory / _OWNERS / self.token
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held.add(self)
+
+    def forget(self) -> None:
+        """The catalog knows us no more: the file is not needed. Otherwise it stays, unlocked, as a sign of death."""
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Die politely."""
+        """Die."""
         if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._fd)
+            _release(self._fd)
             self._fd = -1
 
-    def drop_after_fork(self) -> None:
-        """In a child: forget the parent's lock without releasing it."""
+    def drop(self) -> None:
+        """In a child: let go without releasing what the parent holds."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def is_alive(directory: Path, token: str) -> bool:
-    """Whether the owner `token` still holds its lock. A dead owner's file is removed."""
-    path = directory / _OWNERS / token
+    """Whether the owner `token` may be alive: only a lock that could be taken proves death.
+
+    A missing file proves nothing (a cleaner may have taken it); such an owner is forgotten when a process comes in and
+    finds nobody inside.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
+        fd = os.open(directory / _OWNERS / token, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
         return True
+    try:
+        return not _try_lock(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
-    return False
 
 
 def _try_lock(fd: int, kind: int) -> bool:
@@ -175,7 +191,23 @@ def _try_lock(fd: int, kind: int) -> bool:
     return True
 
 
+def _release(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that inherited the descriptor
+    os.close(fd)
+
+
 def sweep_owners(directory: Path) -> None:
-    """Remove the files of dead owners. Only for a process that is alone, or a newcomer's file could go with them."""
+    """Remove the owners' files. Only for a process that is alone: all of them are dead."""
     for path in (directory / _OWNERS).iterdir():
-        is_alive(directory, path.name)
+        path.unlink(missing_ok=True)
+
+
+_held: "weakref.WeakSet[PresenceLock | OwnerLock]" = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    for lock in list(_held):
+        lock.drop()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)

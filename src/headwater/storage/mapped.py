@@ -10,7 +10,7 @@ from functools import partial
 
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
-from headwater.storage.attach import Attachment
+from headwater.storage.attachment import Attachment
 from headwater.storage.base import Addressable, Borrow, Deadline, GetStatus, PutStatus, Reservation
 from headwater.storage.local import LocalStore
 from headwater.storage.mirror import Slot
@@ -30,7 +30,7 @@ class MappedStore(LocalStore, Addressable):
                 else:
                     meta, num_bytes = pages[i]
                     at.lend(taken)
-                    at.slab.wipe(taken.offset)
+                    at.wipe(taken)
                     results[i] = Reservation(
                         meta, at.slab.view(taken.offset, num_bytes), taken.slot, taken.generation, at
                     )
@@ -51,10 +51,12 @@ class MappedStore(LocalStore, Addressable):
                     unused.append(slot)
                 else:
                     written.append((i, slot, header))
-            pairs = [(slot, header) for _, slot, header in written]
-            for (i, _, _), status in zip(written, self._publish(at, pairs, unused, deadline), strict=True):
+            at.give_back(unused, deadline)
+            statuses = self._publish(at, [(slot, header) for _, slot, header in written], deadline)
+            for (i, _, _), status in zip(written, statuses, strict=True):
                 results[i] = status
 
+        self._require_same_process()
         for at, out in _still_out(reservations):
             self._run_in(at, len(out), partial(work, out=out), None)
         return results
@@ -63,10 +65,9 @@ class MappedStore(LocalStore, Addressable):
         """Give slots back unpublished; whatever was written there is wiped."""
 
         def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
-            for _, slot in out:
-                at.slab.wipe(slot.offset)
-            self._give_back(at, [slot for _, slot in out], deadline)
+            at.give_back([slot for _, slot in out], deadline)
 
+        self._require_same_process()
         for at, out in _still_out(reservations):
             self._run_in(at, len(out), partial(work, out=out), None)
 
@@ -76,7 +77,7 @@ class MappedStore(LocalStore, Addressable):
 
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all(names)):
-                self._refresh(at, deadline)
+                at.refresh(deadline)
             now_s = self._clock.time()
             for i, name in enumerate(names):
                 place = at.catalog.mirror.places.get(name)
@@ -85,9 +86,13 @@ class MappedStore(LocalStore, Addressable):
                     continue
                 view = at.slab.view(place.offset, place.num_bytes).toreadonly()
                 stamp = bytes(view[:PREFIX_BYTES])
-                if not claims(memoryview(stamp), name) and self._moved(at, name, place, deadline):
-                    results[i] = GetStatus.MISS
-                    continue
+                if not claims(memoryview(stamp), name):  # moved, or damaged: the index knows
+                    if not at.refresh(deadline):
+                        results[i] = GetStatus.LATE
+                        continue
+                    if at.catalog.mirror.places.get(name) != place:
+                        results[i] = GetStatus.MISS
+                        continue
                 at.catalog.touch(place, now_s)
                 results[i] = Borrow(name, view, place.slot, stamp)
             self._flush_touches(at, deadline)

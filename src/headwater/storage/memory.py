@@ -46,26 +46,22 @@ class MemoryStore(Store):
         """Copy frames in, evicting leaves where the limit asks for it."""
         with self._lock:
             self._require_open()
-            results = []
-            broken: set[PageName] = set()
-            for name, frame in pages:
-                status = PutStatus.LATE if deadline.expired else self._put(name, frame, broken)
-                if not status.held:
-                    broken.add(name)
-                results.append(status)
-            return results
+            return [PutStatus.LATE if deadline.expired else self._put(name, frame) for name, frame in pages]
 
-    def _put(self, name: PageName, frame: memoryview, broken: set[PageName]) -> PutStatus:
+    def _put(self, name: PageName, frame: memoryview) -> PutStatus:
         header = parse(frame)
         if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
             return PutStatus.REFUSED
         if len(frame) > self._limit_bytes:
             return PutStatus.REFUSED
-        if name in self._entries:
+        held = self._entries.get(name)
+        if held is not None and 0 < held.header.meta.expires_at_ms <= self._clock.time() * 1000:
+            self._remove(name)
+        elif held is not None:
             self._touch(name)
             return PutStatus.EXISTS
-        if header.meta.parent_name in broken:
-            return PutStatus.NO_ROOM
+        if header.meta.depth and header.meta.parent_name not in self._entries:
+            return PutStatus.NO_PARENT
         while self._num_bytes + len(frame) > self._limit_bytes:
             victim = self._order.pop(spare={header.meta.parent_name})
             if victim is None:
@@ -110,9 +106,7 @@ class MemoryStore(Store):
                 return [DeleteStatus.LATE] * len(names)
             there = [name in self._entries for name in names]
             for name in names:
-                for gone in list(self._order.subtree(name)):
-                    self._order.remove(gone)
-                    self._num_bytes -= len(self._entries.pop(gone).frame)
+                self._remove(name)
             return [DeleteStatus.REMOVED if was else DeleteStatus.ABSENT for was in there]
 
     def close(self) -> None:
@@ -131,6 +125,11 @@ class MemoryStore(Store):
         used_s, meta = self._clock.time(), entry.header.meta
         facts = BlockFacts(used_s=used_s, hits=entry.hits, depth=meta.depth, num_bytes=len(entry.frame))
         return self._policy.priority(facts)
+
+    def _remove(self, name: PageName) -> None:
+        for gone in list(self._order.subtree(name)):
+            self._order.remove(gone)
+            self._num_bytes -= len(self._entries.pop(gone).frame)
 
     def _touch(self, name: PageName) -> None:
         self._order.touch(name, self._priority(self._entries[name]))

@@ -6,7 +6,6 @@ cache; elsewhere the frame is sealed where it lies and put. What a copy engine d
 
 from collections.abc import Sequence
 
-from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store
@@ -22,7 +21,7 @@ def put_sealed(
 ) -> list[PutStatus]:
     """Seal and put frames whose payload is in place and whose header is not. Blocks; may mutate the frames' headers.
 
-    Pages are taken in order, and one whose predecessor in the same call is not held is not stored: no holes.
+    Raises what `seal` raises, with nothing stored and nothing held.
     """
     if isinstance(store, Addressable):
         return _put_in_place(store, pages, layout, now_ms=now_ms, deadline=deadline)
@@ -42,22 +41,18 @@ def _put_in_place(
     size = frame_bytes(layout.plane_bytes)
     reserved = store.reserve([(meta, size) for meta, _ in pages], deadline=deadline)
     results = [PutStatus.LATE if isinstance(one, Reservation) else one for one in reserved]
-    broken: set[PageName] = set()
+    slots = [(i, one) for i, one in enumerate(reserved) if isinstance(one, Reservation)]
     written: list[tuple[int, Reservation]] = []
-    unused: list[Reservation] = []
-    for i, ((meta, frame), slot) in enumerate(zip(pages, reserved, strict=True)):
-        if isinstance(slot, Reservation):
-            unused.append(slot)
-            if meta.parent_name in broken:
-                results[i] = PutStatus.NO_ROOM
-            elif not deadline.expired:
-                seal_into(slot.view, frame, meta, layout, now_ms=now_ms)
-                written.append((i, unused.pop()))
-                continue
-        if not results[i].held:
-            broken.add(meta.name)
-    published = store.publish([slot for _, slot in written], deadline=deadline)
+    try:
+        for i, slot in slots:
+            if deadline.expired:
+                break
+            meta, frame = pages[i]
+            seal_into(slot.view, frame, meta, layout, now_ms=now_ms)
+            written.append((i, slot))
+        published = store.publish([slot for _, slot in written], deadline=deadline)
+    finally:
+        store.abandon([slot for _, slot in slots], deadline=deadline)  # those that were published are not out any more
     for (i, _), status in zip(written, published, strict=True):
         results[i] = status
-    store.abandon(unused, deadline=deadline)
     return results

@@ -108,7 +108,8 @@ class SlabHeader:
         """One sector."""
         name = self.policy.encode("ascii").ljust(16, b"\0")
         body = _HEADER.pack(MAGIC, VERSION, self.store_id, self.epoch, name, *dataclasses.astuple(self.geometry))
-        return (body + _U64.pack(xxh3_64_intdigest(body))).ljust(SECTOR, b"\0")
+        body = body.ljust(SECTOR - _U64.size, b"\0")  # checksummed to the end: a later version may say more
+        return body + _U64.pack(xxh3_64_intdigest(body))
 
 
 class Slab:
@@ -136,10 +137,10 @@ class Slab:
         try:
             _allocate(fd, path, geometry.file_bytes, progress)
             slab = cls(path, fd, header, mapped=mapped)
+            slab.set_epoch(header.epoch)
         except BaseException:
             os.close(fd)
             raise
-        slab.set_epoch(header.epoch)
         return slab
 
     @classmethod
@@ -209,8 +210,9 @@ class Slab:
     def starts_with(self, offset: int, stamp: memoryview | bytes) -> bool:
         """Whether the bytes at `offset` still are `stamp`."""
         if self._view is not None:
-            return bool(offset >= 0 and self._view[offset : offset + len(stamp)] == stamp)
-        return os.pread(self._fd, len(stamp), offset) == stamp
+            return offset >= 0 and self._view[offset : offset + len(stamp)] == stamp
+        now = memoryview(bytearray(len(stamp)))
+        return self.read_into(offset, now) and now == stamp
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes in. Raises StoreDamaged if there is no such place, or the medium refuses."""
@@ -242,8 +244,11 @@ class Slab:
         self.write(offset, memoryview(_ZEROS))
 
     def sync(self) -> None:
-        """Force written pages to the medium (rule: the user chose durability over power loss)."""
-        os.fdatasync(self._fd)
+        """Force written pages to the medium. Raises StoreDamaged if it cannot."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StoreDamaged(f"cannot sync {self.path}: {error.strerror}") from error
 
     def extent_slot_bytes(self, extent: int) -> int:
         """Slot size an extent is cut into; 0 for one that is unused or whose entry is damaged."""
@@ -312,11 +317,10 @@ class Slab:
         return xxh3_64_intdigest(self.store_id + _ENTRY.pack(extent, slot_bytes))
 
     def _read_u64(self, offset: int) -> int:
-        if self._view is not None:
-            value = _U64.unpack_from(self._view, offset)
-        else:
-            value = _U64.unpack(os.pread(self._fd, 8, offset).ljust(8, b"\0"))
-        return int(value[0])
+        raw = memoryview(bytearray(_U64.size))
+        if not self.read_into(offset, raw):
+            raise StoreDamaged(f"cannot read {self.path}")
+        return int(_U64.unpack(raw)[0])
 
 
 def sectors(num_bytes: int) -> int:
@@ -327,9 +331,8 @@ def sectors(num_bytes: int) -> int:
 def _read_header(fd: int, path: Path) -> SlabHeader:
     for at in (0, SECTOR):
         raw = os.pread(fd, SECTOR, at)
-        if len(raw) < _HEADER.size + 8 or _U64.unpack_from(raw, _HEADER.size)[0] != xxh3_64_intdigest(
-            raw[: _HEADER.size]
-        ):
+        end = SECTOR - _U64.size
+        if len(raw) < SECTOR or _U64.unpack_from(raw, end)[0] != xxh3_64_intdigest(raw[:end]):
             continue
         magic, version, store_id, epoch, policy, *geometry = _HEADER.unpack_from(raw)
         if magic != MAGIC:

@@ -11,7 +11,8 @@ view:
 - a page whose put said STORED became live, and is still readable unless an eviction is on record;
 - no call of a running worker ends later than its deadline and a half second (a call during which its own worker was
   stopped does not count);
-- the directory stays within its limit, and no reservation of a dead process is left.
+- the directory stays within its limit, no reservation of a dead process is left, and the index is sound;
+- at the end, after some deletions and the loss of the index, a rebuild finds exactly what was there.
 """
 
 import argparse
@@ -31,17 +32,20 @@ from typing import Final
 
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
+from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.database import RESERVED
 from headwater.storage.directory import INDEX
+from headwater.storage.local import LocalStore
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, items, sample_chain
 
-PLANES: Final = (16384, 16384, 3000)
+SMALL: Final = (16384, 16384, 3000)
+LARGE: Final = (60000, 60000, 1)
 DEPTH: Final = 6
 DEADLINE_S: Final = 0.5
 GRACE_S: Final = 0.5
-LIMIT_BYTES: Final = 16 << 20  # about 300 pages
+LIMIT_BYTES: Final = 24 << 20  # about 300 pages
 _AUDIT = """
 CREATE TABLE IF NOT EXISTS audit(at INTEGER PRIMARY KEY, name BLOB, live INTEGER);
 CREATE TRIGGER IF NOT EXISTS born AFTER UPDATE OF state ON slots WHEN NEW.state = 2 AND OLD.state <> 2
@@ -49,6 +53,11 @@ CREATE TRIGGER IF NOT EXISTS born AFTER UPDATE OF state ON slots WHEN NEW.state 
 CREATE TRIGGER IF NOT EXISTS gone AFTER UPDATE OF state ON slots WHEN OLD.state = 2 AND NEW.state <> 2
     BEGIN INSERT INTO audit(name, live) VALUES (OLD.name, 0); END;
 """
+
+
+def planes(chain: int) -> tuple[int, ...]:
+    """Two page sizes share the store, so that extents change hands."""
+    return LARGE if chain % 2 else SMALL
 
 
 @dataclass
@@ -64,16 +73,19 @@ class Report:
     evictions: int = 0
     wrong_bytes: int = 0
     lost: int = 0
+    late: int = 0
     overruns: int = 0
     over_limit: int = 0
     stuck_reservations: int = 0
+    resurrected: int = 0
     rebuilt: int = 0
     worker_failures: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         """Whether every promise held."""
-        bad = self.wrong_bytes + self.lost + self.overruns + self.over_limit + self.stuck_reservations + self.rebuilt
+        bad = self.wrong_bytes + self.lost + self.resurrected + self.overruns + self.over_limit
+        bad += self.stuck_reservations + self.rebuilt
         return bad == 0 and not self.worker_failures and self.hits > 0 and self.stored > 0
 
 
@@ -89,12 +101,13 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
         os.write(fd, (" ".join(map(str, words)) + "\n").encode())
 
     with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)) as store:
-        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES)
+        readers = [VerifiedStore(store, identity=IDENTITY, plane_bytes=planes(i)) for i in range(2)]
         say("ready")
         while True:
             chain_id, length = rng.randrange(num_chains), rng.randint(1, DEPTH)
-            chain = sample_chain(chain_id, length, plane_bytes=PLANES)
+            chain = sample_chain(chain_id, length, plane_bytes=planes(chain_id))
             start_s = time.monotonic()
+            say("begin", start_s)
             if rng.random() < 0.5:
                 for page, status in zip(
                     chain, store.put(items(chain), deadline=Deadline.after(DEADLINE_S)), strict=True
@@ -103,11 +116,13 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
                         say("stored", page.name.hex())
             else:
                 pages = [(page.name, page.buffer()) for page in chain]
-                results = reader.get_into(pages, deadline=Deadline.after(DEADLINE_S))
+                results = readers[chain_id % 2].get_into(pages, deadline=Deadline.after(DEADLINE_S))
                 for page, (_, buffer), got in zip(chain, pages, results, strict=True):
                     if got is GetStatus.HIT:
                         say("hit" if buffer == page.frame else "wrong")
-                    elif got not in (GetStatus.MISS, GetStatus.LATE):
+                    elif got is GetStatus.LATE:
+                        say("late")
+                    elif got is not GetStatus.MISS:
                         say("fault", got.value)
             end_s = time.monotonic()
             say("call", start_s, end_s)
@@ -125,6 +140,7 @@ class _Worker:
         command = [sys.executable, "-m", "headwater.testing.crash", "--worker", str(directory), str(self.log)]
         self.process = subprocess.Popen([*command, "--seed", str(seed), "--chains", str(num_chains)])
         self.stopped: list[tuple[float, float]] = []
+        self.killed_s = 0.0
 
     def stop_for(self, seconds: float) -> None:
         start_s = time.monotonic()
@@ -134,8 +150,14 @@ class _Worker:
         self.stopped.append((start_s, time.monotonic()))
 
     def kill(self) -> None:
+        self.killed_s = time.monotonic()
         self.process.kill()
         self.process.wait()
+
+    def overran(self, begun_s: float, ended_s: float) -> bool:
+        """Whether a call lasted too long, though its own process was not stopped."""
+        own_stop = any(begun_s < end_s and ended_s > start_s for start_s, end_s in self.stopped)
+        return ended_s - begun_s > DEADLINE_S + GRACE_S and not own_stop
 
     def lines(self) -> list[list[str]]:
         if not self.log.exists():
@@ -171,6 +193,7 @@ def campaign(
                     victim.stop_for(rng.uniform(0.05, 0.8))
                 else:
                     if rng.random() < 0.3:  # dies while it is stopped
+                        victim.stopped.append((time.monotonic(), float("inf")))
                         victim.process.send_signal(signal.SIGSTOP)
                         time.sleep(rng.uniform(0.0, 0.2))
                     report.kills += 1
@@ -187,6 +210,7 @@ def campaign(
             _judge(directory, stored, report, num_chains=num_chains, tight=tight)
             for one in everyone:
                 one.log.unlink(missing_ok=True)
+    _judge_rebuild(directory, report, num_chains=num_chains)
     return report
 
 
@@ -201,6 +225,7 @@ def _wait_until_ready(workers: list[_Worker]) -> None:
 def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
     stored: set[bytes] = set()
     for one in workers:
+        begun: float | None = None
         for line in one.lines():
             match line:
                 case ["stored", name]:
@@ -212,11 +237,16 @@ def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
                     report.wrong_bytes += 1
                 case ["fault", *what]:
                     report.worker_failures.append(" ".join(what))
+                case ["late"]:
+                    report.late += 1
+                case ["begin", start]:
+                    begun = float(start)
                 case ["call", start, end]:
                     report.calls += 1
-                    begun, ended = float(start), float(end)
-                    own_stop = any(begun < stop_end and ended > stop_start for stop_start, stop_end in one.stopped)
-                    report.overruns += ended - begun > DEADLINE_S + GRACE_S and not own_stop
+                    report.overruns += one.overran(float(start), float(end))
+                    begun = None
+        if begun is not None:  # killed in the middle of a call: which was not to have lasted for ever
+            report.overruns += one.overran(begun, one.killed_s)
     return stored
 
 
@@ -233,15 +263,37 @@ def _judge(directory: Path, stored: set[bytes], report: Report, *, num_chains: i
     report.evictions += evictions
     _sql(directory, "DELETE FROM audit WHERE at NOT IN (SELECT MAX(at) FROM audit GROUP BY name) OR live = 0;")
     with open_local(LocalStoreConfig(directory=directory)) as store:
-        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES)
-        for chain_id in range(num_chains):
-            for page in sample_chain(chain_id, DEPTH, plane_bytes=PLANES):
-                buffer = page.buffer()
-                got = reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0]
-                report.wrong_bytes += got is GetStatus.HIT and buffer != page.frame
-                report.lost += last.get(page.name, 0) == 1 and got is not GetStatus.HIT
+        held = _read_all(store, num_chains, report)
+        report.lost += sum(live == 1 and name not in held for name, live in last.items())
         report.stuck_reservations += store.slots(deadline=Deadline.after(10)).get(RESERVED, 0)
         report.rebuilt += store.metrics.counters().get("local.rebuilt", 0)
+        report.worker_failures += store.validate(deadline=Deadline.after(10))
+
+
+def _judge_rebuild(directory: Path, report: Report, *, num_chains: int) -> None:
+    """The end: delete some pages, lose the index, and compare what the rebuild finds with what was there."""
+    with open_local(LocalStoreConfig(directory=directory)) as store:
+        doomed = [sample_chain(i, 1, plane_bytes=planes(i))[0].name for i in range(0, num_chains, 3)]
+        store.delete(doomed, deadline=Deadline.after(10))
+        before = _read_all(store, num_chains, report)
+    (directory / INDEX).unlink()
+    with open_local(LocalStoreConfig(directory=directory)) as store:
+        after = _read_all(store, num_chains, report)
+        report.worker_failures += store.validate(deadline=Deadline.after(10))
+    report.lost += len(before - after)
+    report.resurrected += len(after - before)
+
+
+def _read_all(store: LocalStore, num_chains: int, report: Report) -> set[PageName]:
+    found = set()
+    for chain_id in range(num_chains):
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=planes(chain_id))
+        for page in sample_chain(chain_id, DEPTH, plane_bytes=planes(chain_id)):
+            buffer = page.buffer()
+            if reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0] is GetStatus.HIT:
+                report.wrong_bytes += buffer != page.frame
+                found.add(page.name)
+    return found
 
 
 def _sql(directory: Path, statement: str) -> list[tuple[bytes, int]]:
@@ -270,7 +322,7 @@ def main() -> None:
         directory, log = options.worker
         worker(directory, log, options.seed, options.chains)
         return
-    with tempfile.TemporaryDirectory(dir=options.dir or "/dev/shm") as parent:
+    with tempfile.TemporaryDirectory(prefix="headwater-crash-", dir=options.dir or "/dev/shm") as parent:
         report = campaign(Path(parent) / "store", rounds=options.rounds, seed=options.seed, tight=not options.roomy)
     result = {"ok": report.ok, **asdict(report)} | {"worker_failures": Counter(report.worker_failures)}
     sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")

@@ -9,6 +9,7 @@ processes, so that a crash is seen as one.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import shutil
@@ -37,17 +38,29 @@ LATER: Final = [page for chain in range(30, 34) for page in sample_chain(chain, 
 _FILES: Final = (SLAB, INDEX, INDEX + "-wal", INDEX + "-shm")
 
 
-def make_states(parent: Path) -> tuple[Path, Path]:
-    """Two states of one store: copied while it was open, as a crash would leave them, log and all."""
-    live, old, new = parent / "live", parent / "old", parent / "new"
-    with open_local(LocalStoreConfig(directory=live, limit_bytes=LIMIT_BYTES)) as store:
-        store.put(items(OLD), deadline=Deadline.after(60))
-        shutil.copytree(live, old)
-        store.delete([page.name for page in OLD[:20]], deadline=Deadline.after(60))
-        store.put(items(NEW), deadline=Deadline.after(60))
-        shutil.copytree(live, new)
-    shutil.rmtree(live)
-    return old, new
+def make_states(parent: Path) -> list[tuple[Path, Path]]:
+    """(older, newer) states of one store, twice: copied while it was open, log and all, and closed cleanly."""
+    config = LocalStoreConfig(directory=parent / "live", limit_bytes=LIMIT_BYTES)
+    names = ("crashed-old", "closed-old", "crashed-new", "closed-new")
+    states = dict(zip(names, (parent / name for name in names), strict=True))
+    for age in ("old", "new"):
+        with open_local(config) as store:
+            if age == "new":
+                store.delete([page.name for page in OLD[:20]], deadline=Deadline.after(60))
+            store.put(items(OLD if age == "old" else NEW), deadline=Deadline.after(60))
+            shutil.copytree(config.directory, states[f"crashed-{age}"])
+        shutil.copytree(config.directory, states[f"closed-{age}"])
+    shutil.rmtree(config.directory)
+    return [(states["crashed-old"], states["crashed-new"]), (states["closed-old"], states["closed-new"])]
+
+
+def fingerprint(directory: Path) -> bytes:
+    """Changes with any byte of any file of a store."""
+    digest = hashlib.sha256()
+    for name in _FILES:
+        path = directory / name
+        digest.update(b"-" if not path.exists() else hashlib.sha256(path.read_bytes()).digest())
+    return digest.digest()
 
 
 class Trial:
@@ -69,9 +82,11 @@ class Trial:
         damages: list[Callable[[], str]] = list(kinds)
         damage = self.rng.choice(damages)
         while_open = self.rng.random() < 0.3
+        whole = fingerprint(self.directory)
         results: Counter[str] = Counter()
         config = LocalStoreConfig(directory=self.directory, limit_bytes=LIMIT_BYTES, open_timeout_s=5.0)
-        if not while_open:
+        kind = ""
+        while not while_open and (not kind or fingerprint(self.directory) == whole):  # until something was damaged
             kind = damage()
         with open_local(config) as store:
             if while_open:
@@ -227,13 +242,13 @@ def _overwrite(path: Path, data: bytes) -> None:
 def trials(count: int, seed: int, parent: Path) -> dict[str, object]:
     """Run trials in this process."""
     rng = random.Random(seed)
-    old, new = make_states(parent)
+    states = make_states(parent)
     kinds: Counter[str] = Counter()
     results: Counter[str] = Counter()
     wrong = 0
     failures: list[str] = []
     for _ in range(count):
-        trial = Trial(rng, parent / "store", old, new)
+        trial = Trial(rng, parent / "store", *rng.choice(states))
         kind, read = trial.run()
         kinds[kind] += 1
         results += read
@@ -253,7 +268,7 @@ def campaign(
     reads: Counter[str] = Counter()
     while done < damages:
         count = min(per_process, damages - done)
-        with tempfile.TemporaryDirectory(dir=directory) as parent:
+        with tempfile.TemporaryDirectory(prefix="headwater-damage-", dir=directory) as parent:
             command = [sys.executable, "-m", "headwater.testing.damage", "--child", parent, "--damages", str(count)]
             child = subprocess.run([*command, "--seed", str(seed + done)], capture_output=True, text=True, check=False)
         done += count
