@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.build import open_host_pages
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
+from headwater.layout.gqa import gqa_layout
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KEY, DType, KVLayout, Plane
+from headwater.metrics import Metrics
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 
 LAYOUT = sample_layouts()["gqa-fp8-scales"]
@@ -247,3 +250,21 @@ def test_real_pinning() -> None:
     assert not held.is_pinned()
     del held
     assert not mapped(address)
+
+
+def test_more_than_there_is_disables_the_tier_and_nothing_else() -> None:
+    metrics = Metrics()
+    with pytest.raises(HostTierUnavailable, match="are available"):
+        create_host_cache(1 << 30, 1 << 20)
+    assert open_host_pages(1 << 30, 1 << 20, metrics=metrics) is None
+    assert metrics.counters()["tier.disabled"] == 1
+    pages = open_host_pages(4096, 2)
+    assert pages is not None
+    pages.close()
+
+
+def test_no_cuda_is_said_at_the_door() -> None:
+    if not torch.cuda.is_available():
+        layout = gqa_layout(num_layers=1, num_kv_heads=1, head_dim=8, block_tokens=4, dtype=DType.BF16)
+        with pytest.raises(InvalidInput, match="no CUDA device"):
+            create_kv_cache(layout, 1, "cuda")

@@ -226,3 +226,15 @@ def test_a_new_variant_goes_all_the_way() -> None:
             scatter(target, back, host.pages, pages)
         assert [block(target, index) for index in back] == [block(source, index) for index in there]
         assert any(any(block(target, index)) for index in back)
+
+
+def test_rows_that_overlap_are_refused() -> None:
+    layout = new_variant(num_layers=1)
+    memory = torch.zeros(4 * layout.page_bytes, dtype=torch.uint8)
+    with create_kv_cache(layout, 4) as cache:
+        for pages in (
+            memory.as_strided((3, layout.page_bytes), (layout.page_bytes // 2, 1)),
+            memory[: layout.page_bytes].expand(3, layout.page_bytes),
+        ):
+            with pytest.raises(InvalidCopy, match="overlap"):
+                gather(cache, [0, 1], pages, [0, 1])

@@ -1,9 +1,10 @@
 """The one place that names concrete classes and introduces rooms to each other."""
 
 import logging
+from typing import TYPE_CHECKING
 
 from headwater.config import LocalStoreConfig
-from headwater.core.errors import StoreError
+from headwater.core.errors import HostTierUnavailable, StoreError
 from headwater.metrics import Metrics
 from headwater.storage import directory
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
@@ -11,6 +12,10 @@ from headwater.storage.disabled import DisabledStore
 from headwater.storage.local import LocalStore
 from headwater.storage.mapped import MappedStore
 from headwater.storage.slab import Progress
+
+if TYPE_CHECKING:
+    from headwater.layout.spec import KVLayout
+    from headwater.transfer.arena import HostCache
 
 log = logging.getLogger("headwater")
 
@@ -43,3 +48,16 @@ def open_tier(
         if metrics is not None:
             metrics.event("tier.disabled", directory=str(config.directory), reason=str(error))
         return DisabledStore(str(error))
+
+
+def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics | None = None) -> "HostCache | None":
+    """Host memory for pages, or None, said in the log: then the tier is disabled, and the rest goes on."""
+    from headwater.transfer.arena import create_host_cache  # torch takes a second to load; stores do without
+
+    try:
+        return create_host_cache(page, num_pages)
+    except HostTierUnavailable as error:
+        log.warning("tier disabled: %s", error)
+        if metrics is not None:
+            metrics.event("tier.disabled", reason=str(error))
+        return None

@@ -6,6 +6,8 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 
 import errno
 import json
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,6 +36,12 @@ class _Group(typer.core.TyperGroup):
             return super().invoke(ctx)
         except HeadwaterError as error:
             problem = str(error)
+        except MemoryError:
+            problem = "not enough memory for that"
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            problem = "this command moves tensors and needs torch: pip install 'headwater[torch]'"
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
@@ -58,11 +66,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 Directory = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[DIR]",
+        metavar="DIR",
         help="Directory of the store; $HEADWATER_DIR, or ~/.cache/headwater, where none is given.",
         show_default=False,
     ),
 ]
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _print_version(wanted: bool) -> None:
@@ -78,6 +90,7 @@ def main(
     ] = False,
 ) -> None:
     """Say what concerns all commands; each does its own work."""
+    signal.signal(signal.SIGTERM, _interrupt)  # so that whatever was made for a moment is removed
 
 
 # --- demonstration and benchmarks -------------------------------------------------------------------------------------
@@ -251,7 +264,9 @@ def _open(directory: Path | None) -> Iterator[LocalStore]:
 
 def _confirm(question: str, *, yes: bool) -> None:
     if not yes:
-        typer.confirm(question, abort=True, err=True)
+        draw.errors().print(Text(f"{question} [y/N]: "), end="")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise typer.Exit(1)
 
 
 def _print_json(document: Mapping[str, Any]) -> None:

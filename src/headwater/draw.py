@@ -130,7 +130,7 @@ def survey(found: audit.Survey) -> None:
     table = _table("label", "identity", "tenant", "pages", "size", "tokens", "deepest", "last used", text=3)
     for family in found.families:
         table.add_row(
-            Text(family.label or "-"),
+            Text(_printable(family.label) or "-"),
             family.identity.hex()[:_HEX_SHOWN],
             _tenant(family.tenant),
             f"{family.num_pages:,}",
@@ -185,3 +185,8 @@ def _ago(moment_s: float) -> str:
 
 def _tenant(tenant: bytes) -> str:
     return tenant.hex()[:_HEX_SHOWN] if any(tenant) else audit.NO_TENANT
+
+
+def _printable(text: str) -> str:
+    """A label as it can be shown: other people wrote it, and a terminal obeys control characters."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -108,8 +108,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        if self.page_kib < 1 or self.entries < 1 or self.seconds < 0:
-            raise InvalidConfig("--page-kib and --entries must be positive, --seconds not negative")
+        if self.page_kib < 1 or self.entries < 1 or not 0 <= self.seconds <= 3600:
+            raise InvalidConfig("--page-kib and --entries must be positive, --seconds from 0 to 3600")
+        for path in (self.directory, self.disk_directory):
+            if path is not None and not path.is_dir():
+                raise InvalidConfig(f"{path} is not a directory")
         if min(self.live_mib, self.pool_mib) * 1024 < 2 * BATCH_PAGES * self.page_kib:
             raise InvalidConfig(f"--live-mib and --pool-mib must hold {2 * BATCH_PAGES} pages of {self.page_kib} KiB")
 

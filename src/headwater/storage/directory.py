@@ -68,11 +68,12 @@ def free_bytes(path: Path) -> int:
     stat = os.statvfs(path)
     free = stat.f_bavail * stat.f_frsize
     if is_memory(path):
-        free = min(free, _available_memory())
+        free = min(free, available_memory())
     return free
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Memory that can be had without taking it from somebody: the machine's, or the container's if that is less."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for limit, used in (

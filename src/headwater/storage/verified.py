@@ -11,7 +11,7 @@ asked whether it still holds the page.
 
 from collections.abc import Sequence
 
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
 from headwater.layout.digest import copy_digests
 from headwater.layout.frame import Fault, expect, header_bytes, parse, verify
@@ -40,14 +40,31 @@ class VerifiedStore(Store):
         plane_bytes: Sequence[int],
         metrics: Metrics | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        max_bad: int = 64,
     ) -> None:
-        """Does not own `store`: close() leaves it open, because other identities may read from it too."""
+        """Does not own `store`: close() leaves it open, because other identities may read from it too.
+
+        After `max_bad` bad pages without a good one between them, reading is switched off (rule 8): a tier that keeps
+        failing costs time and proves nothing. `switch_on` tries again.
+        """
         self.metrics = metrics if metrics is not None else Metrics()
         self._store = store
         self._identity = identity
         self._plane_bytes = tuple(plane_bytes)
         self._header_bytes = header_bytes(len(self._plane_bytes))
         self._clock = clock
+        self._max_bad = max_bad
+        self._num_bad = 0
+        self._closed = False
+
+    @property
+    def switched_off(self) -> bool:
+        """Whether so many pages were bad that none is read any more."""
+        return self._num_bad >= self._max_bad
+
+    def switch_on(self) -> None:
+        """Read again."""
+        self._num_bad = 0
 
     @property
     def frame_bytes(self) -> int:
@@ -56,10 +73,14 @@ class VerifiedStore(Store):
 
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
         """Pass frames on; their writer sealed them."""
+        self._require_open()
         return self._store.put(pages, deadline=deadline)
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
         """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish."""
+        self._require_open()
+        if self.switched_off:
+            return [GetStatus.FAILED] * len(pages)
         for _, buffer in pages:
             if len(buffer) != self.frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
@@ -71,20 +92,29 @@ class VerifiedStore(Store):
                 if results[i] is GetStatus.HIT:
                     results[i] = self._judge(name, buffer)
         bad = [i for i, status in enumerate(results) if status in _FAULTS]
+        if GetStatus.HIT in results:
+            self._num_bad = 0
         if bad:
             self._throw_out([(pages[i][0], results[i]) for i in bad], deadline)
         return results
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Pass on: a hint."""
+        self._require_open()
         return self._store.contains(names, deadline=deadline)
 
     def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
         """Pass on."""
+        self._require_open()
         return self._store.delete(names, deadline=deadline)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Stop reading; the store itself stays open."""
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ResourceClosed("the store is closed")
 
     def _judge(self, name: PageName, frame: memoryview) -> GetStatus:
         found = verify(frame, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
@@ -125,6 +155,10 @@ class VerifiedStore(Store):
     def _throw_out(self, bad: Sequence[tuple[PageName, GetStatus]], deadline: Deadline) -> None:
         for name, status in bad:
             self.metrics.event(f"page.{status.value}", name=name.hex())
+        was_on = not self.switched_off
+        self._num_bad += sum(status is not GetStatus.STALE for _, status in bad)  # expiry is no sign of trouble
+        if was_on and self.switched_off:
+            self.metrics.event("tier.switched_off", reason=f"{self._num_bad} bad pages and no good one")
         # A page of an unknown version may be a newer process's good one: a miss here, but not ours to remove.
         doomed = [name for name, status in bad if status is not GetStatus.UNKNOWN_VERSION]
         removed = self._store.delete(doomed, deadline=deadline) if doomed else []

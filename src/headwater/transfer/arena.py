@@ -21,6 +21,7 @@ import torch
 
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
+from headwater.storage.directory import available_memory
 
 PAGE_ALIGNMENT: Final = 4096
 
@@ -155,7 +156,10 @@ class HostCache:
 def create_kv_cache(layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu") -> DeviceCache:
     """Allocate zeroed planes for `num_blocks` blocks. Blocks; raises what torch raises when the device is full."""
     _check_positive("num_blocks", num_blocks)
-    return DeviceCache(layout, num_blocks, torch.device(device))
+    where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"there is no CUDA device here for {device}")
+    return DeviceCache(layout, num_blocks, where)
 
 
 def create_host_cache(page: int | KVLayout, num_pages: int) -> HostCache:
@@ -168,6 +172,9 @@ def create_host_cache(page: int | KVLayout, num_pages: int) -> HostCache:
     _check_positive("num_pages", num_pages)
     stride = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
     num_bytes = stride * num_pages
+    available = available_memory()
+    if num_bytes > available:  # the mapping itself would succeed, and using it would have processes killed
+        raise HostTierUnavailable(f"{num_bytes} bytes of host memory cannot be had: {available} are available")
     try:
         # Shared, so that a fork() cannot make the CPU and a pinned device look at different copies of a page.
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)

@@ -75,6 +75,8 @@ def _planes(
     """Pair each plane's rows in the cache with its columns in the pages, both [n, plane bytes]."""
     if pages.dtype != torch.uint8 or pages.dim() != 2:
         raise InvalidCopy(f"pages must be uint8 rows, not {pages.dtype} of shape {tuple(pages.shape)}")
+    if len(pages) > 1 and (pages.stride(0) < pages.shape[1] or pages.stride(1) != 1):
+        raise InvalidCopy(f"pages must be rows that do not overlap, not strides of {pages.stride()}")
     if payload_offset < 0 or payload_offset + layout.page_bytes > pages.shape[1]:
         raise InvalidCopy(
             f"a payload of {layout.page_bytes} bytes at offset {payload_offset} does not fit rows of {pages.shape[1]}"

@@ -1,0 +1,89 @@
+"""VerifiedStore: every fault is a miss with its own counter and event; a tier that keeps failing is switched off."""
+
+import struct
+
+import pytest
+
+from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.core.page import PageName
+from headwater.layout.frame import Fault
+from headwater.metrics import Metrics
+from headwater.storage.base import Deadline, GetStatus
+from headwater.storage.memory import MemoryStore
+from headwater.storage.verified import VerifiedStore
+from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_page
+from headwater.testing.stores import put, read, soon
+
+
+class Tampering(WrapperStore):
+    """Gives pages back as a damaged, foreign, cut, old or newer store would."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(MemoryStore(1 << 20))
+        self.fault = fault
+
+    def get_into(self, pages: list[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:  # type: ignore[override]
+        results = self.store.get_into(pages, deadline=deadline)
+        for i, (_, frame) in enumerate(pages):
+            if self.fault is Fault.CORRUPT:
+                frame[5000] ^= 1
+            elif self.fault is Fault.FOREIGN:
+                frame[:] = sample_page(2).frame
+            elif self.fault is Fault.SHORT:
+                results[i] = GetStatus.SHORT
+            elif self.fault is Fault.UNKNOWN_VERSION:
+                struct.pack_into("<H", frame, 4, 9)
+        return results
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Fault) -> None:
+    page = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Fault.STALE else 0)
+    metrics = Metrics()
+    with Tampering(fault) as store:
+        put(store, [page])
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics)
+        assert read(reader, [page]) == [GetStatus(fault.value)]
+        assert metrics.counters() == {f"page.{fault.value}": 1}
+        assert [event.facts["name"] for event in metrics.events(f"page.{fault.value}")] == [page.name.hex()]
+        kept = fault is Fault.UNKNOWN_VERSION  # a newer process's good page is not ours to remove
+        assert store.contains([page.name], deadline=soon()) == [kept]
+
+
+def test_a_tier_that_keeps_failing_is_switched_off_and_says_so() -> None:
+    metrics = Metrics()
+    page = sample_page(1)
+    with FaultyStore(MemoryStore(1 << 20), Faults(flips_byte=1.0)) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics, max_bad=5)
+        for _ in range(5):
+            put(store, [page])
+            assert read(reader, [page])[0] is not GetStatus.HIT
+        assert reader.switched_off
+        assert metrics.counters()["tier.switched_off"] == 1
+        put(store, [page])
+        assert read(reader, [page]) == [GetStatus.FAILED]
+        store.faults = Faults()
+        reader.switch_on()
+        assert read(reader, [page]) == [GetStatus.HIT]
+
+
+def test_one_good_page_shows_that_the_tier_works() -> None:
+    page = sample_page(1)
+    with FaultyStore(MemoryStore(1 << 20), Faults(flips_byte=0.5), seed=3) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, max_bad=12)
+        for _ in range(100):
+            put(store, [page])
+            read(reader, [page])
+        assert not reader.switched_off
+
+
+def test_the_door() -> None:
+    with MemoryStore(1 << 20) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
+        with pytest.raises(InvalidInput, match="a frame of"):
+            reader.get_into([(sample_page(1).name, memoryview(bytearray(10)))], deadline=soon())
+        reader.close()
+        with pytest.raises(ResourceClosed):
+            reader.contains([], deadline=soon())
+        assert store.contains([], deadline=soon()) == []
