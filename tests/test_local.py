@@ -596,8 +596,6 @@ def test_a_dead_writers_page_does_not_come_back(shm: Path, helper: Callable[[], 
         other("open", directory=str(shm / "store"))
         other("reserve", refs=[(1, 0)])  # written, never published
         other.kill()
-        with open_local(config(shm)):
-            pass  # comes in, and frees what the dead held
         put(store, [sample_page(1)])
         store.delete([sample_page(1).name], deadline=soon())
     lose_index(shm)

@@ -15,7 +15,6 @@ from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage import directory
 from headwater.storage.attachment import Attachment
 from headwater.storage.base import Clock, Deadline, PutStatus
 from headwater.storage.database import CatalogBusy, CatalogFull
@@ -107,9 +106,7 @@ class Allocator:
         slots = catalog.take_free(slot_bytes, owner, wanted)
         while len(slots) < wanted and self._cut_extent(at, slot_bytes):
             slots += catalog.take_free(slot_bytes, owner, wanted - len(slots))
-        if len(slots) < wanted and catalog.retire_dead(
-            owner, lambda token: directory.is_alive(at.path, token), at.wipe
-        ):
+        if len(slots) < wanted and at.retire_dead():
             slots += catalog.take_free(slot_bytes, owner, wanted - len(slots))
         short = len(slots) < wanted
         if short and not last and (search.emptied or self._empty_extent(at, search, slot_bytes)):

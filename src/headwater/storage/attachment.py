@@ -158,6 +158,10 @@ class Attachment:
         except (CatalogBusy, CatalogFull):
             self._debts.extend(slots)
 
+    def retire_dead(self) -> int:
+        """Inside a transaction: free, wiped, what dead owners had reserved. Returns how many slots came back."""
+        return self.catalog.retire_dead(self.owner, lambda token: directory.is_alive(self.path, token), self.wipe)
+
     def wipe(self, slot: Slot) -> None:
         """Make a slot that is ours unreadable: a slot that is free holds no page that a rebuild could bring back."""
         self.slab.wipe(slot.offset)

@@ -164,6 +164,7 @@ class LocalStore(Store):
 
         def work(at: Attachment) -> list[DeleteStatus]:
             def unpublish() -> tuple[list[Slot], list[bool]]:
+                at.retire_dead()  # one of them may have left a whole page behind that it never published
                 there = at.catalog.mirror.has_all(names)
                 return at.catalog.take_pages(names, at.owner), there
 
