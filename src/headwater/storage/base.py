@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import ClassVar, Final, Protocol, Self
 
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta
@@ -106,6 +106,8 @@ class DeleteStatus(enum.StrEnum):
 
 class Store(ABC):
     """Keeps frames under names. All calls may come from several threads."""
+
+    cheap_calls: ClassVar[bool] = False  # a call costs nothing worth batching: ask page by page, verify each while hot
 
     @abstractmethod
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:

@@ -28,14 +28,16 @@ from headwater.storage.database import Database
 from headwater.storage.mirror import Mirror, Page, Place, Slot
 from headwater.storage.slab import SECTOR, Geometry, sectors
 
-# Both end with the fields of `mirror.Page`, in their order.
-_LIVE_PAGES: Final = "SELECT name, parent, slot, generation, num_bytes, slot_bytes, priority FROM slots WHERE state = 2"
+# Both end with the fields of `mirror.Page`, in their order. NOT INDEXED: SQLite would walk the index of names and look
+# every row up by itself, which takes twice as long as reading the table from its start.
+_LIVE_PAGES: Final = """
+SELECT name, parent, slot, generation, num_bytes, slot_bytes, priority FROM slots NOT INDEXED WHERE state = 2"""
 _CHANGED: Final = """
 SELECT log.slot, name, parent, slots.slot, generation, num_bytes, slot_bytes, priority
 FROM log LEFT JOIN slots ON slots.slot = log.slot AND state = 2 WHERE seq > ?"""
 _SENSELESS: Final = """
-SELECT COUNT(*) FROM slots WHERE state = 2 AND (typeof(name) <> 'blob' OR length(name) <> 40 OR typeof(parent) <> 'blob'
-    OR typeof(num_bytes) <> 'integer' OR num_bytes > slot_bytes OR typeof(priority) <> 'real')"""
+SELECT COUNT(*) FROM slots NOT INDEXED WHERE state = 2 AND (typeof(name) <> 'blob' OR length(name) <> 40
+    OR typeof(parent) <> 'blob' OR num_bytes > slot_bytes)"""
 _MISPLACED: Final = """
 SELECT COUNT(*) FROM slots LEFT JOIN extents ON extent = (slot - :data) / :size
 WHERE slot < :data OR extent IS NULL OR extents.slot_bytes <> slots.slot_bytes

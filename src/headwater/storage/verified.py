@@ -87,10 +87,15 @@ class VerifiedStore(Store):
         if isinstance(self._store, Addressable):
             results = self._get_in_place(self._store, pages, deadline)
         else:
-            results = self._store.get_into(pages, deadline=deadline)
-            for i, (name, buffer) in enumerate(pages):
-                if results[i] is GetStatus.HIT:
-                    results[i] = self._judge(name, buffer)
+            portion = 1 if self._store.cheap_calls else max(1, len(pages))
+            results = []
+            for start in range(0, len(pages), portion):
+                asked = pages[start : start + portion]
+                got = self._store.get_into(asked, deadline=deadline)
+                results += [
+                    self._judge(name, buffer) if status is GetStatus.HIT else status
+                    for (name, buffer), status in zip(asked, got, strict=True)
+                ]
         bad = [i for i, status in enumerate(results) if status in _FAULTS]
         if GetStatus.HIT in results:
             self._num_bad = 0
