@@ -24,7 +24,7 @@ from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, s
 from headwater.layout.spec import opaque_layout
 from headwater.storage import audit, directory
 from headwater.storage.base import Deadline, PutStatus
-from headwater.storage.catalog import FamilyUse
+from headwater.storage.families import FamilyUse
 from headwater.storage.local import LocalStore
 from headwater.transfer.copy import scatter
 

@@ -18,8 +18,8 @@ from headwater.core.page import PageName
 from headwater.layout.frame import ALIGNMENT, Fault, verify
 from headwater.storage import directory
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus
-from headwater.storage.catalog import FamilyUse
 from headwater.storage.database import FREE, LIVE, RESERVED
+from headwater.storage.families import FamilyUse
 from headwater.storage.local import LocalStore
 from headwater.storage.slab import Progress
 

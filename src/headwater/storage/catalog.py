@@ -16,7 +16,6 @@ Not here: bytes (`slab.py`), SQLite itself (`database.py`), liveness of owners (
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from headwater.core.errors import StoreDamaged
@@ -25,6 +24,7 @@ from headwater.layout.frame import Header
 from headwater.policy import BlockFacts, Policy
 from headwater.storage.base import Deadline, PutStatus
 from headwater.storage.database import Database
+from headwater.storage.families import Families
 from headwater.storage.mirror import Mirror, Page, Place, Slot
 from headwater.storage.slab import SECTOR, Geometry, sectors
 
@@ -65,20 +65,6 @@ _PROBLEMS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyUse:
-    """What one identity and tenant keep in the store."""
-
-    identity: bytes
-    tenant: bytes
-    label: str
-    num_pages: int
-    num_bytes: int
-    num_tokens: int
-    max_depth: int
-    last_used_s: float
-
-
 class Catalog:
     """The index, opened."""
 
@@ -89,7 +75,7 @@ class Catalog:
         self._policy = policy
         self._log_kept = log_kept
         self._db = database.db
-        self._families: dict[tuple[bytes, bytes], int] = {}
+        self.families = Families(database.db)
         self._touched: dict[int, tuple[int, int, float]] = {}
 
     def close(self) -> None:
@@ -111,7 +97,7 @@ class Catalog:
         except BaseException:
             if began:
                 self.mirror.seq = -1  # it may hold what was rolled back: read it all at the next look
-                self._families.clear()
+                self.families.forget()
             raise
 
     @contextmanager
@@ -306,7 +292,7 @@ class Catalog:
             return PutStatus.NO_PARENT
         facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
         priority = self._policy.priority(facts)
-        family = self._family(meta.identity, meta.tenant)
+        family = self.families.number(meta.identity, meta.tenant)
         row = (
             *(meta.name, meta.parent_name, family, meta.depth, num_bytes, meta.valid_tokens, meta.expires_at_ms),
             *(now_s, priority, slot.slot, slot.generation, owner),
@@ -346,7 +332,7 @@ class Catalog:
         self._log([slot.slot for slot in slots])
         return slots
 
-    # --- recency and families -----------------------------------------------------------------------------------------
+    # --- recency and soundness ----------------------------------------------------------------------------------------
 
     def touch(self, place: Place, now_s: float) -> None:
         """Remember a use, to be written with the next batch."""
@@ -376,27 +362,6 @@ class Catalog:
                 self.mirror.order.touch(PageName(row[3]), priority)
         self._db.executemany("UPDATE slots SET hits = ?, used_s = ?, priority = ? WHERE slot = ?", updates)
 
-    def label(self, identity: bytes, tenant: bytes, label: str) -> None:
-        """Give an identity a name for people."""
-        self._db.execute("UPDATE families SET label = ? WHERE family = ?", (label, self._family(identity, tenant)))
-
-    def family_names(self, identity: bytes | None, tenant: bytes | None) -> list[PageName]:
-        """All pages of an identity, a tenant, both, or the whole store."""
-        rows = self._db.execute(
-            "SELECT name FROM slots JOIN families USING (family) WHERE state = 2 "
-            "AND (:identity IS NULL OR identity = :identity) AND (:tenant IS NULL OR tenant = :tenant)",
-            {"identity": identity, "tenant": tenant},
-        ).fetchall()
-        return [PageName(row[0]) for row in rows]
-
-    def usage(self) -> list[FamilyUse]:
-        """What each identity and tenant keep."""
-        rows = self._db.execute(
-            "SELECT identity, tenant, label, COUNT(*), SUM(num_bytes), SUM(valid_tokens), MAX(depth), MAX(used_s) "
-            "FROM slots JOIN families USING (family) WHERE state = 2 GROUP BY family ORDER BY 5 DESC"
-        ).fetchall()
-        return [FamilyUse(*row) for row in rows]
-
     def counts(self) -> dict[int, int]:
         """How many slots are in each state."""
         return dict(self._db.execute("SELECT state, COUNT(*) FROM slots GROUP BY state").fetchall())
@@ -422,14 +387,6 @@ class Catalog:
             found.append("the order of pages differs from the index")
         self.mirror.order.validate()
         return found
-
-    def _family(self, identity: bytes, tenant: bytes) -> int:
-        family = self._families.get((identity, tenant))
-        if family is None:
-            self._db.execute("INSERT OR IGNORE INTO families VALUES (NULL, ?, ?, '')", (identity, tenant))
-            row = self._db.execute("SELECT family FROM families WHERE identity = ? AND tenant = ?", (identity, tenant))
-            family = self._families[identity, tenant] = int(row.fetchone()[0])
-        return family
 
 
 def _span(geometry: Geometry, extent: int) -> tuple[int, int]:

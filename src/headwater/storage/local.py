@@ -26,8 +26,9 @@ from headwater.storage.allocator import Allocator
 from headwater.storage.attach import attach, index_share
 from headwater.storage.attachment import Attachment
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.catalog import Catalog, FamilyUse
+from headwater.storage.catalog import Catalog
 from headwater.storage.database import CatalogBusy, CatalogFull
+from headwater.storage.families import FamilyUse
 from headwater.storage.mirror import Slot
 from headwater.storage.slab import Progress
 
@@ -223,17 +224,17 @@ class LocalStore(Store):
 
     def label(self, identity: bytes, tenant: bytes, text: str, *, deadline: Deadline) -> None:
         """Give an identity a name for people, shown by `headwater ls`. Raises StoreError."""
-        self._answer(lambda at: at.transact(lambda: at.catalog.label(identity, tenant, text), deadline))
+        self._answer(lambda at: at.transact(lambda: at.catalog.families.label(identity, tenant, text), deadline))
 
     def usage(self, *, deadline: Deadline) -> list[FamilyUse]:
         """What each identity and tenant keep here, largest first. Raises StoreError."""
-        return self._ask(Catalog.usage, deadline)
+        return self._ask(lambda catalog: catalog.families.usage(), deadline)
 
     def names(
         self, *, deadline: Deadline, identity: bytes | None = None, tenant: bytes | None = None
     ) -> list[PageName]:
         """The pages of an identity, a tenant, both, or all. Raises StoreError."""
-        return self._ask(lambda catalog: catalog.family_names(identity, tenant), deadline)
+        return self._ask(lambda catalog: catalog.families.names(identity, tenant), deadline)
 
     def slots(self, *, deadline: Deadline) -> dict[int, int]:
         """How many slots are free, reserved and live (`database.py` names the states). Raises StoreError."""

@@ -11,6 +11,7 @@ is left behind.
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType, TracebackType
@@ -36,7 +37,23 @@ _TORCH_DTYPE: Final = {
 }
 
 
-class DeviceCache:
+class Owned(ABC):
+    """Memory that frees itself once: by close(), at the end of a `with` block, or when the last reference goes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory up; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class DeviceCache(Owned):
     """Per-layer paged planes, [num_blocks, *plane.shape] each, as an engine's attention wants them."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -84,16 +101,8 @@ class DeviceCache:
         if self._closed:
             raise ResourceClosed("the device cache is closed")
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class HostCache:
+class HostCache(Owned):
     """Block-major pages in one anonymous mapping, each page aligned, registered with CUDA where there is one.
 
     Made by `create_host_cache`. Close it only when no copy from or to it is in flight on another device or thread.
@@ -134,14 +143,6 @@ class HostCache:
             self._unpin()
         self._pages = None
         self._memory = memoryview(b"")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _pin(self) -> str | None:
         """Register the mapping in its exact size (torch's own pinning rounds up to powers of two); say what failed."""
