@@ -1,4 +1,4 @@
-"""Whose pages a LocalStore holds, as people ask for them: identities and tenants. A part of the index (`catalog.py`)."""
+"""Whose pages a LocalStore holds, as people ask: identities and tenants. A part of the index (`catalog.py`)."""
 
 import sqlite3
 from dataclasses import dataclass
