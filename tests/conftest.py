@@ -6,11 +6,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from headwater.testing.processes import Helper
 
 settings.register_profile(
     "default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -58,3 +60,23 @@ def shm() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="headwater-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["tmpfs", "disk"])
+def place(request: pytest.FixtureRequest, shm: Path, tmp_path: Path) -> Path:
+    """Both media."""
+    return shm if request.param == "tmpfs" else tmp_path
+
+
+@pytest.fixture
+def helper() -> Iterator[Callable[[], Helper]]:
+    """Starts other processes, and ends them."""
+    started: list[Helper] = []
+
+    def start() -> Helper:
+        started.append(Helper())
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
