@@ -137,9 +137,13 @@ class Attachment:
         finally:
             self._lock.release()
 
-    def refresh(self, deadline: Deadline) -> bool:
-        """Bring the mirror up to date; no SQL where nothing was published since. False if that was not possible."""
-        if self.slab.mark() == self.catalog.mirror.seq:
+    def refresh(self, deadline: Deadline, *, force: bool = False) -> bool:
+        """Bring the mirror up to date. False if that was not possible.
+
+        No SQL where the mark says that nothing changed; `force` asks all the same, because who changed something may
+        have died before it could raise the mark.
+        """
+        if not force and self.slab.mark() == self.catalog.mirror.seq:
             return True
         try:
             self.ask(lambda: None, deadline)

@@ -5,7 +5,8 @@ What it answers is a hint until the frame has been verified (`verified.py`). Rul
 shipped conformance suite (`headwater.testing.stores`):
 
 - One result per item, in the order asked; a bad item never spoils its neighbours; an empty batch is fine.
-- No call outlives its deadline by more than one page's copy. What was not done by then is LATE, and published nothing.
+- No call outlives its deadline by more than one page's copy or one look at an index. What was not done by then is LATE,
+  and published nothing.
 - The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
 - `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
 - A store that knows parents keeps no page without the one before it: a put answers NO_PARENT (pages of one put are

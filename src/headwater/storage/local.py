@@ -146,7 +146,7 @@ class LocalStore(Store):
                 return GetStatus.SHORT
             if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
                 return GetStatus.HIT
-            if not at.refresh(deadline):
+            if not at.refresh(deadline, force=True):
                 return GetStatus.LATE
             if at.catalog.mirror.places.get(name) == place:
                 return GetStatus.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say

@@ -87,7 +87,7 @@ class MappedStore(LocalStore, Addressable):
                 view = at.slab.view(place.offset, place.num_bytes).toreadonly()
                 stamp = bytes(view[:PREFIX_BYTES])
                 if not claims(memoryview(stamp), name):  # moved, or damaged: the index knows
-                    if not at.refresh(deadline):
+                    if not at.refresh(deadline, force=True):
                         results[i] = GetStatus.LATE
                         continue
                     if at.catalog.mirror.places.get(name) != place:
