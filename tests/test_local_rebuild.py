@@ -132,6 +132,21 @@ def test_an_index_that_was_replaced_under_us_is_noticed(place: Path) -> None:
         assert hits(store, pages) == 10
 
 
+def test_a_reservation_on_a_damaged_store_fails_and_lets_go(shm: Path) -> None:
+    page = sample_page(1)
+    with open_local(config(shm)) as store:
+        assert isinstance(store, Addressable)
+        reservation = store.reserve([(page.meta, len(page.frame))], deadline=soon())[0]
+        assert isinstance(reservation, Reservation)
+        reservation.view[:] = page.frame
+        slab = shm / "store" / directory.SLAB
+        os.truncate(slab, slab.stat().st_size + 1)
+        assert store.publish([reservation], deadline=soon()) == [PutStatus.FAILED]
+        assert store.down is not None
+        assert store.revive()
+        assert store.slots(deadline=soon()).get(RESERVED, 0) == 0
+
+
 def test_two_users_of_a_damaged_directory_both_come_back(place: Path) -> None:
     pages = sample_chain(1, 10)
     with open_local(config(place)) as first, open_local(config(place)) as second:

@@ -40,7 +40,7 @@ class MappedStore(LocalStore, Addressable):
 
     def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
         """Make written frames visible; what is not the frame its slot was reserved for is REFUSED."""
-        results = [PutStatus.REFUSED] * len(reservations)
+        results = [PutStatus.REFUSED] * len(reservations)  # those that were consumed before
 
         def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
             written: list[tuple[int, Slot, Header]] = []
@@ -49,6 +49,7 @@ class MappedStore(LocalStore, Addressable):
                 header = parse(reservations[i].view)
                 if isinstance(header, Fault) or not _fits(header, reservations[i]):
                     unused.append(slot)
+                    results[i] = PutStatus.REFUSED
                 else:
                     written.append((i, slot, header))
             at.give_back(unused, deadline)
@@ -58,6 +59,8 @@ class MappedStore(LocalStore, Addressable):
 
         self._require_same_process()
         for at, out in _still_out(reservations):
+            for i, _ in out:
+                results[i] = PutStatus.FAILED  # unless `work` gets to say otherwise: the store may be damaged
             self._run_in(at, len(out), partial(work, out=out), None)
         return results
 
