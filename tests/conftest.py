@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from headwater.metrics import Metrics
 from headwater.testing.processes import Helper
+
+Metrics.strict = True  # a name nobody declared fails the test that counts it
 
 settings.register_profile(
     "default", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -49,7 +49,7 @@ def test_what_cannot_be_a_store_says_so_and_the_cache_goes_on(tmp_path: Path) ->
     assert store.put([page.item], deadline=soon()) == [PutStatus.FAILED]
     assert store.get_into([(page.name, page.buffer())], deadline=soon()) == [GetStatus.MISS]
     assert store.contains([page.name], deadline=soon()) == [False]
-    assert metrics.counters()["tier.disabled"] == 1
+    assert metrics.value("events_total", kind="tier_disabled") == 1
     store.close()
     with pytest.raises(ResourceClosed):
         store.contains([page.name], deadline=soon())

@@ -81,7 +81,7 @@ def test_a_reader_that_never_ends_cannot_make_the_log_grow_for_ever(place: Path)
         size = sum(path.stat().st_size for path in (place / "store").rglob("*") if path.is_file())
         assert size <= LIMIT
         assert PutStatus.NO_ROOM in statuses
-        assert store.metrics.counters()["local.log_full"] > 0
+        assert store.metrics.value("local_log_full_total") > 0
         reader.close()
         assert put(store, sample_chain(500, 6)) == [PutStatus.STORED] * 6
 
@@ -157,7 +157,7 @@ def test_a_destroyed_header_is_told_to_who_has_no_limit_to_offer(place: Path) ->
     with pytest.raises(StoreDamaged, match="no readable header: open it with a limit to start anew"):
         open_local(config(place, limit_bytes=None))
     with open_local(config(place)) as store:
-        assert store.metrics.counters()["local.slab_lost"] == 1
+        assert store.metrics.value("events_total", kind="local_slab_lost") == 1
         assert hits(store, [sample_page(1)]) == 0
 
 

@@ -37,7 +37,7 @@ def test_a_restart_keeps_what_was_stored(place: Path, durability: Durability) ->
         put(store, pages)
     with open_local(config(place, limit_bytes=None, durability=durability)) as store:
         assert hits(store, pages) == 30
-        assert store.metrics.counters().get("local.rebuilt", 0) == 0
+        assert store.metrics.value("events_total", kind="local_rebuilt") == 0
         assert store.validate(deadline=soon()) == []
 
 
@@ -71,7 +71,7 @@ def test_a_lost_index_is_rebuilt_from_frames(place: Path, damage: str) -> None:
         log = index.with_name(directory.INDEX + "-wal")
         os.truncate(log, log.stat().st_size // 2)
     with open_local(config(place)) as store:
-        assert store.metrics.counters()["local.rebuilt"] == 1
+        assert store.metrics.value("events_total", kind="local_rebuilt") == 1
         assert store.validate(deadline=soon()) == []
         assert hits(store, pages) == 20, "what was deleted, and what built on it, must not come back"
         assert hits(store, pages[15:20]) == 0
@@ -84,11 +84,11 @@ def test_an_unclean_reboot_rebuilds_and_a_clean_one_does_not(place: Path, monkey
         shutil.copytree(place / "store", place / "crashed")
     monkeypatch.setattr(directory, "boot_id", lambda: "another start of the machine")
     with open_local(config(place)) as store:
-        assert store.metrics.counters().get("local.rebuilt", 0) == 0
+        assert store.metrics.value("events_total", kind="local_rebuilt") == 0
         assert hits(store, pages) == 10
     crashed = LocalStoreConfig(directory=place / "crashed")
     with open_local(crashed) as store:
-        assert "went down" in store.metrics.events("local.rebuilt")[0].facts["reason"]
+        assert "went down" in store.metrics.events("local_rebuilt")[0].facts["reason"]
         assert hits(store, pages) == 10
 
 
@@ -111,7 +111,7 @@ def test_damage_under_a_running_process_turns_the_store_off_until_it_is_revived(
         assert put(store, pages) == [PutStatus.FAILED] * 10
         assert store.contains([pages[0].name], deadline=soon()) == [False]
         assert "cut" in str(store.down)
-        assert store.metrics.counters()["local.down"] == 1
+        assert store.metrics.value("events_total", kind="local_down") == 1
         assert store.revive()
         assert store.down is None
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)

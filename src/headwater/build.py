@@ -46,7 +46,7 @@ def open_tier(
     except StoreError as error:
         log.warning("tier disabled: %s", error)
         if metrics is not None:
-            metrics.event("tier.disabled", directory=str(config.directory), reason=str(error))
+            metrics.event("tier_disabled", directory=str(config.directory), reason=str(error))
         return DisabledStore(str(error))
 
 
@@ -59,5 +59,5 @@ def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics 
     except HostTierUnavailable as error:
         log.warning("tier disabled: %s", error)
         if metrics is not None:
-            metrics.event("tier.disabled", reason=str(error))
+            metrics.event("tier_disabled", reason=str(error))
         return None

@@ -1,13 +1,108 @@
-"""Counters and a ring of recent events, behind one small class.
+"""Counters, gauges, histograms and a ring of recent events, behind one small class; what Prometheus reads is made here.
 
-Not a logger and not an exporter: rooms count what happened here, faces (CLI, server) read it. Counting never blocks on
-anything but a short lock and never raises.
+Not a logger, not a server, no clock: rooms say here what happened and what it took, faces (command line, server) read
+it. Every family of numbers is declared once, in FAMILIES; Prometheus sees its name with `headwater_` before it.
+
+Invariants:
+- Counting never raises and waits for nothing but a short lock, because it is done where something else has just gone
+  wrong. An undeclared name, wrong labels or an impossible amount are dropped and told, once per name, by an event
+  `metric_misused`; where `Metrics.strict` is set, as our tests set it, they raise InvalidInput.
+- Memory is bounded. Labels come from small fixed sets; should one not, then after `max_series` series new ones fall
+  into one series per family, whose labels are all `overflow` (so that sums over a family stay right), and one event
+  `overflow` says so.
+- A Metrics belongs to one process: after fork() make another.
 """
 
+import enum
+import json
+import math
 import threading
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar, Final
+
+from headwater.core.errors import InvalidInput, NotInstalled
+
+PREFIX: Final = "headwater_"
+OVERFLOW: Final = "overflow"
+# Upper ends of a histogram's buckets, two a decade: from what a look-up takes to what nobody waits for.
+BUCKETS_S: Final = (*(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3)), 100.0)
+
+
+class Kind(enum.Enum):
+    """What a family's numbers are."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+COUNTER: Final = Kind.COUNTER
+GAUGE: Final = Kind.GAUGE
+HISTOGRAM: Final = Kind.HISTOGRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Numbers of one meaning, told apart by labels."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+# Counters end in _total, units are in names, labels in braces; their values are in the help where no enum has them.
+_DECLARED: Final = (
+    # What the cache is for.
+    (COUNTER, "requests_total{outcome}", "Requests that were looked up, by what they got"),
+    (COUNTER, "hit_tokens_total{tier}", "Prompt tokens that were not computed, by the tier that had them"),
+    (
+        COUNTER,
+        "miss_tokens_total{reason}",
+        "Prompt tokens to be computed: never_stored, evicted, failed, corrupt, too_late, not_worth_it",
+    ),
+    (COUNTER, "saved_seconds_total", "Seconds of computing that hits made unnecessary, less the waiting, as estimated"),
+    (COUNTER, "lost_seconds_total", "Seconds that requests waited beyond what computing would have taken"),
+    (COUNTER, "waited_seconds_total", "Seconds that requests waited for the cache: what the saved ones cost"),
+    # Tiers, and the jobs that move blocks between them.
+    (COUNTER, "jobs_total{tier,job,outcome}", "Jobs that ended, by outcome"),
+    (HISTOGRAM, "job_seconds{tier,job}", "Seconds from a job's start to its end"),
+    (COUNTER, "moved_bytes_total{tier,direction}", "Bytes that jobs moved, in and out of a tier"),
+    (COUNTER, "duplicate_blocks_total", "Blocks that two requests computed: the second one's slot stayed its own"),
+    (COUNTER, "evicted_blocks_total{tier}", "Blocks that a tier gave up for others"),
+    (COUNTER, "dropped_blocks_total{tier,reason}", "Blocks that were to be kept in a tier and were not"),
+    (GAUGE, "queue_jobs{tier}", "Jobs that wait for a tier"),
+    (GAUGE, "queue_bytes{tier}", "Bytes of the jobs that wait for a tier"),
+    (GAUGE, "breaker_state{tier}", "Whether a tier is used: 0 closed (it is), 1 half-open, 2 open, 3 off"),
+    (GAUGE, "device_slots{state}", "Blocks of device memory: free, own (a request's), known (to all), quarantined"),
+    # Stores.
+    (COUNTER, "store_calls_total{store,call}", "Calls of a store"),
+    (COUNTER, "store_pages_total{store,call,outcome}", "Pages asked of a store, by what became of each"),
+    (COUNTER, "store_bytes_total{store,call}", "Bytes that a store took or gave"),
+    (COUNTER, "store_seconds_total{store,call}", "Seconds spent in a store's calls"),
+    (HISTOGRAM, "store_call_seconds{store,call}", "Seconds that one call of a store took"),
+    (COUNTER, "bad_pages_total{fault}", "Pages that a store gave and verification turned down, by fault"),
+    (COUNTER, "bad_pages_kept_total", "Pages turned down that could not be removed from their store in time"),
+    (COUNTER, "local_evicted_pages_total{medium}", "Pages that a LocalStore evicted: memory, disk"),
+    (COUNTER, "local_log_full_total{medium}", "Puts that a LocalStore refused for its index's log: memory, disk"),
+    # Everything that is told.
+    (COUNTER, "events_total{kind}", "Events, by kind"),
+)
+
+
+def _family(kind: Kind, declared: str, text: str) -> Family:
+    name, _, labels = declared.rstrip("}").partition("{")
+    return Family(name, kind, tuple(labels.split(",")) if labels else (), text)
+
+
+FAMILIES: Final[Mapping[str, Family]] = {family.name: family for family in (_family(*row) for row in _DECLARED)}
+
+_Key = tuple[object, ...]  # a name and labels as a call passes them
+_Cell = list[float]  # a counter's or gauge's one number; a histogram's buckets, then its sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,30 +114,157 @@ class Event:
 
 
 class Metrics:
-    """Counters by name, and the last `ring_size` events. Safe from several threads."""
+    """Numbers by name and labels, and the last `ring_size` events. Safe from several threads."""
 
-    def __init__(self, ring_size: int = 1024) -> None:
-        self._lock = threading.Lock()
-        self._counters: Counter[str] = Counter()
+    strict: ClassVar[bool] = False  # whether misuse raises
+
+    def __init__(self, *, ring_size: int = 1024, max_series: int = 10_000) -> None:
+        # Reentrant, because a signal handler or a finalizer may count while its own thread is counting.
+        self._lock = threading.RLock()
+        self._max_series = max_series
+        self._num_series = 0
+        self._overflowed = False
+        self._misuses_told: set[str] = set()
         self._events: deque[Event] = deque(maxlen=ring_size)
+        self._series: dict[str, dict[tuple[str, ...], _Cell]] = {name: {} for name in FAMILIES}  # by label values
+        # The same cells by what calls pass, labels in any order: one look-up instead of checks.
+        self._counters: dict[_Key, _Cell] = {}
+        self._gauges: dict[_Key, _Cell] = {}
+        self._histograms: dict[_Key, _Cell] = {}
 
-    def count(self, name: str, amount: int = 1) -> None:
-        """Add `amount` to the counter `name` (dotted: tier.what)."""
-        with self._lock:
-            self._counters[name] += amount
+    def count(self, name: str, /, amount: float = 1, **labels: str) -> None:
+        """Add `amount`, in the unit of its name, to a counter."""
+        try:
+            if not 0 <= amount < math.inf:  # nor NaN, which would stay for ever
+                raise InvalidInput(f"{name} cannot grow by {amount}")
+            key = (name, *labels.items())
+            cell = self._counters.get(key) or self._find(COUNTER, name, labels, key, self._counters)
+            with self._lock:
+                cell[0] += amount
+        except (InvalidInput, TypeError) as error:
+            self._misused(name, error)
 
-    def event(self, kind: str, **facts: Any) -> None:
-        """Remember an event, and count it under its kind."""
+    def gauge(self, name: str, /, value: float, **labels: str) -> None:
+        """Say what a gauge stands at."""
+        try:
+            key = (name, *labels.items())
+            cell = self._gauges.get(key) or self._find(GAUGE, name, labels, key, self._gauges)
+            with self._lock:
+                cell[0] = value + 0  # what is no number fails here, and not when somebody reads
+        except (InvalidInput, TypeError) as error:
+            self._misused(name, error)
+
+    def observe(self, name: str, /, value: float, **labels: str) -> None:
+        """Add one thing that took `value` seconds to a histogram."""
+        try:
+            if not 0 <= value < math.inf:
+                raise InvalidInput(f"{name} cannot have taken {value} s")
+            key = (name, *labels.items())
+            cell = self._histograms.get(key) or self._find(HISTOGRAM, name, labels, key, self._histograms)
+            with self._lock:
+                cell[bisect_left(BUCKETS_S, value)] += 1
+                cell[-1] += value
+        except (InvalidInput, TypeError) as error:
+            self._misused(name, error)
+
+    def event(self, kind: str, /, **facts: Any) -> None:
+        """Remember an event, and count it as `events_total` under its kind."""
         with self._lock:
-            self._counters[kind] += 1
+            self.count("events_total", kind=kind)
             self._events.append(Event(kind, facts))
-
-    def counters(self) -> dict[str, int]:
-        """A copy of all counters."""
-        with self._lock:
-            return dict(self._counters)
 
     def events(self, kind: str | None = None) -> list[Event]:
         """The remembered events, oldest first, of one kind or all."""
         with self._lock:
             return [event for event in self._events if kind is None or event.kind == kind]
+
+    def counters(self) -> dict[str, float]:
+        """A copy of all counters that ever counted, each under a title like `bad_pages_total{fault="stale"}`."""
+        with self._lock:
+            counters = [family for family in FAMILIES.values() if family.kind is COUNTER]
+            return {_title(one, of): cell[0] for one in counters for of, cell in self._series[one.name].items()}
+
+    def value(self, name: str, /, **labels: str) -> float:
+        """The sum over a family's series that have these labels (all, some or none); of a histogram its seconds."""
+        family = FAMILIES.get(name)
+        if family is None or not labels.keys() <= set(family.labels):
+            raise InvalidInput(f"no family {name} with labels {sorted(labels)} is declared")
+        wanted = [(i, labels[label]) for i, label in enumerate(family.labels) if label in labels]
+        with self._lock:
+            series = self._series[name].items()
+            return sum(cell[-1] for of, cell in series if all(of[i] == value for i, value in wanted))
+
+    def prometheus(self) -> str:
+        """Everything in Prometheus' text format. Raises NotInstalled where `prometheus_client` is missing."""
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+            from prometheus_client.registry import Collector
+        except ModuleNotFoundError as error:
+            raise NotInstalled("metrics for Prometheus need its client: pip install 'headwater[prometheus]'") from error
+
+        ends = [*map(str, BUCKETS_S), "+Inf"]
+        found: list[Metric] = []
+        with self._lock:
+            copies = {name: {of: list(cell) for of, cell in series.items()} for name, series in self._series.items()}
+        for family in FAMILIES.values():
+            name, series = PREFIX + family.name, copies[family.name]
+            if family.kind is HISTOGRAM:
+                histogram = HistogramMetricFamily(name, family.help, labels=family.labels)
+                for of, cell in series.items():
+                    buckets = list(zip(ends, accumulate(cell[:-1]), strict=True))
+                    histogram.add_metric(of, buckets, sum_value=cell[-1])
+                found.append(histogram)
+            else:
+                if family.kind is COUNTER and not family.labels:
+                    series.setdefault((), [0])  # Prometheus is to see the first step, from 0
+                make = CounterMetricFamily if family.kind is COUNTER else GaugeMetricFamily
+                metric = make(name, family.help, labels=family.labels)
+                for of, cell in series.items():
+                    metric.add_metric(of, cell[0])
+                found.append(metric)
+
+        class Snapshot(Collector):
+            def collect(self) -> list[Metric]:
+                return found
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Snapshot())
+        return generate_latest(registry).decode()
+
+    def _find(self, kind: Kind, name: str, labels: Mapping[str, str], key: _Key, cells: dict[_Key, _Cell]) -> _Cell:
+        """The cell that a call means, made if need be."""
+        family = FAMILIES.get(name)
+        if family is None or family.kind is not kind:
+            raise InvalidInput(f"no {kind.value} {name} is declared in headwater.metrics")
+        if labels.keys() != set(family.labels):
+            raise InvalidInput(f"{name} has the labels {family.labels}, not {tuple(labels)}")
+        # What UTF-8 cannot say (half a surrogate, from the name of a file) would fail every reader from then on.
+        of = tuple(str(labels[label]).encode(errors="replace").decode() for label in family.labels)
+        empty: _Cell = [0] * (len(BUCKETS_S) + 2 if kind is HISTOGRAM else 1)
+        with self._lock:
+            series = self._series[name]
+            if of not in series and self._num_series >= self._max_series:
+                if not self._overflowed:
+                    self._overflowed = True
+                    self.event(OVERFLOW, family=name, max_series=self._max_series)
+                return series.setdefault((OVERFLOW,) * len(of), empty)
+            if of not in series:
+                series[of] = empty
+                self._num_series += 1
+            if len(cells) < self._max_series:
+                cells[key] = series[of]
+            return series[of]
+
+    def _misused(self, name: str, error: Exception) -> None:
+        if self.strict:
+            raise error
+        with self._lock:
+            if name not in self._misuses_told and len(self._misuses_told) < self._max_series:
+                self._misuses_told.add(name)
+                self.event("metric_misused", name=name, reason=str(error))
+
+
+def _title(family: Family, of: tuple[str, ...]) -> str:
+    pairs = (f"{label}={json.dumps(value)}" for label, value in zip(family.labels, of, strict=True))
+    return f"{family.name}{{{','.join(pairs)}}}" if of else family.name

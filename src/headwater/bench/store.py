@@ -274,7 +274,7 @@ def _contenders(
                 for batch in batches:
                     contender.put(batch)
         for store in stores:
-            if not store.metrics.counters().get("local.evicted"):
+            if not store.metrics.value("local_evicted_pages_total"):
                 raise StoreError(f"the store in {store.config.directory} is not full: this would be no churn")
         yield contenders
 
@@ -359,7 +359,7 @@ def _reopen(path: Path, *, num_entries: int, samples: Samples, tell: Tell | None
             require(answer, GetStatus.HIT)
             if pool.payload(0) != _small_payload(number):
                 raise StoreDamaged("a reopened store gave back wrong bytes")
-            if "local.rebuilt" in store.metrics.counters():
+            if store.metrics.events("local_rebuilt"):
                 raise StoreError("the index was rebuilt where it should have been opened")
             _contains(store, names, samples, rng)
 

@@ -8,6 +8,7 @@
     │   └── InvalidConfig                 an option or environment variable that makes no sense
     ├── HostTierUnavailable             host memory cannot be had: the host tier is disabled, the rest goes on
     ├── ResourceClosed                  used after close()
+    ├── NotInstalled                    an optional package is missing; the message says what to install
     └── StoreError                      a store cannot be opened or used; the cache goes on without the tier
         ├── StoreUnavailable              missing, read-only or foreign directory, another version, full disk
         ├── StoreMismatch                 the directory was made with other settings (byte limit, policy)
@@ -49,6 +50,10 @@ class HostTierUnavailable(HeadwaterError):
 
 class ResourceClosed(HeadwaterError):
     """Used after close()."""
+
+
+class NotInstalled(HeadwaterError):
+    """An optional package is missing; the message says what to install."""
 
 
 class StoreError(HeadwaterError):

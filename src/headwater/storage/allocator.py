@@ -114,7 +114,7 @@ class Allocator:
         if short:
             victims = catalog.take_victims(slot_bytes, owner, wanted=wanted - len(slots), spare=search.spare)
             self._evicted += len(victims)
-            self._metrics.count("local.evicted", len(victims))
+            self._metrics.count("local_evicted_pages_total", len(victims), medium=at.slab.medium)
             slots += victims
         if not all(at.slab.geometry.has_slot(slot.offset, slot_bytes) for slot in slots):
             raise StoreDamaged("the index names slots that do not exist")
@@ -148,7 +148,7 @@ class Allocator:
         emptied = catalog.take_extent(geometry, coldest[0], at.owner, search.spare)
         if emptied is None:
             return False
-        self._metrics.count("local.evicted", len(emptied))
+        self._metrics.count("local_evicted_pages_total", len(emptied), medium=at.slab.medium)
         search.emptied += emptied
         search.extent = (coldest[0], slot_bytes)
         return True

@@ -166,13 +166,13 @@ def _open_alone(
     except StoreDamaged as error:
         if config.limit_bytes is None:
             raise StoreDamaged(f"{error}: open it with a limit to start anew, or `headwater purge --all` it") from error
-        metrics.event("local.slab_lost", directory=str(path), reason=str(error))
+        metrics.event("local_slab_lost", directory=str(path), reason=str(error))
         return _create(config, mapped=mapped, progress=progress)
     try:
         _require_agreement(config, slab)
         catalog, reason = _trusted(config, slab)
         if catalog is None:
-            metrics.event("local.rebuilt", directory=str(path), reason=reason)
+            metrics.event("local_rebuilt", directory=str(path), reason=reason)
             catalog = _rebuild(config, slab, clock=clock, progress=progress)
         return slab, catalog
     except BaseException:

@@ -271,7 +271,7 @@ class LocalStore(Store):
         self, at: Attachment, pages: Sequence[tuple[PageMeta, int]], deadline: Deadline
     ) -> list[Slot | PutStatus]:
         if at.log_too_long(self._log_share(at), deadline):
-            self.metrics.count("local.log_full")
+            self.metrics.count("local_log_full_total", medium=at.slab.medium)
             return [PutStatus.NO_ROOM] * len(pages)
         return self._allocator.take(at, pages, deadline)
 
@@ -371,7 +371,7 @@ class LocalStore(Store):
                 return
             self._attachment = None
             self.down = error
-        self.metrics.event("local.down", directory=str(self.config.directory), reason=str(error))
+        self.metrics.event("local_down", directory=str(self.config.directory), reason=str(error))
         at.retire(damaged=True)
 
     def _require_same_process(self) -> None:

@@ -175,6 +175,11 @@ class Slab:
         """Whether pages have an address."""
         return self._view is not None
 
+    @property
+    def medium(self) -> str:
+        """Where it lies, as counters tell it."""
+        return "memory" if self.mapped else "disk"
+
     def require_whole(self) -> None:
         """Raise StoreDamaged if the file was cut, unlinked or belongs to another epoch. Costs two calls."""
         stat = os.fstat(self._fd)

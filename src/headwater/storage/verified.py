@@ -159,17 +159,18 @@ class VerifiedStore(Store):
 
     def _throw_out(self, bad: Sequence[tuple[PageName, GetStatus]], deadline: Deadline) -> None:
         for name, status in bad:
-            self.metrics.event(f"page.{status.value}", name=name.hex())
+            self.metrics.count("bad_pages_total", fault=status.value)
+            self.metrics.event("bad_page", fault=status.value, name=name.hex())
         was_on = not self.switched_off
         self._num_bad += sum(status is not GetStatus.STALE for _, status in bad)  # expiry is no sign of trouble
         if was_on and self.switched_off:
-            self.metrics.event("tier.switched_off", reason=f"{self._num_bad} bad pages and no good one")
+            self.metrics.event("tier_switched_off", reason=f"{self._num_bad} bad pages and no good one")
         # A page of an unknown version may be a newer process's good one: a miss here, but not ours to remove.
         doomed = [name for name, status in bad if status is not GetStatus.UNKNOWN_VERSION]
         removed = self._store.delete(doomed, deadline=deadline) if doomed else []
         kept = sum(status in (DeleteStatus.LATE, DeleteStatus.FAILED) for status in removed)
         if kept:
-            self.metrics.count("page.bad_not_removed", kept)
+            self.metrics.count("bad_pages_kept_total", kept)
 
     def _now_ms(self) -> int:
         return int(self._clock.time() * 1000)

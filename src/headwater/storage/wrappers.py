@@ -5,6 +5,7 @@ Wrappers own nothing: closing one closes the store inside, as a caller expects o
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ class FaultyStore(WrapperStore):
 
 
 class MeteredStore(WrapperStore):
-    """Counts calls, pages, bytes and seconds per outcome, under `name`."""
+    """Counts calls, bytes and seconds, and pages per outcome, under `name`."""
 
     def __init__(self, store: Store, name: str, metrics: Metrics) -> None:
         super().__init__(store)
@@ -170,9 +171,10 @@ class MeteredStore(WrapperStore):
         return results
 
     def _count(self, call: str, outcomes: Sequence[str], num_bytes: int, start_s: float) -> None:
-        prefix = f"{self.name}.{call}"
-        self.metrics.count(f"{prefix}.calls")
-        self.metrics.count(f"{prefix}.bytes", num_bytes)
-        self.metrics.count(f"{prefix}.us", int((time.perf_counter() - start_s) * 1e6))
-        for outcome in outcomes:
-            self.metrics.count(f"{prefix}.{outcome}")
+        took_s = time.perf_counter() - start_s
+        self.metrics.count("store_calls_total", store=self.name, call=call)
+        self.metrics.count("store_bytes_total", num_bytes, store=self.name, call=call)
+        self.metrics.count("store_seconds_total", took_s, store=self.name, call=call)
+        self.metrics.observe("store_call_seconds", took_s, store=self.name, call=call)
+        for outcome, num_pages in Counter(outcomes).items():
+            self.metrics.count("store_pages_total", num_pages, store=self.name, call=call, outcome=outcome)

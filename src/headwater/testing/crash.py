@@ -266,7 +266,7 @@ def _judge(directory: Path, stored: set[bytes], report: Report, *, num_chains: i
         held = _read_all(store, num_chains, report)
         report.lost += sum(live == 1 and name not in held for name, live in last.items())
         report.stuck_reservations += store.slots(deadline=Deadline.after(10)).get(RESERVED, 0)
-        report.rebuilt += store.metrics.counters().get("local.rebuilt", 0)
+        report.rebuilt += len(store.metrics.events("local_rebuilt"))
         report.worker_failures += store.validate(deadline=Deadline.after(10))
 
 

@@ -276,8 +276,8 @@ class StoreTests:
             seen.update(read(reader, pages))  # `read` fails on any wrong byte
         assert faulty.num_injected > 100
         assert {GetStatus.HIT, GetStatus.MISS, GetStatus.FAILED, GetStatus.CORRUPT, GetStatus.FOREIGN} <= seen
-        assert metrics.counters()["page.corrupt"] > 0
-        assert metrics.counters()["page.foreign"] > 0
+        assert metrics.value("bad_pages_total", fault="corrupt") > 0
+        assert metrics.value("bad_pages_total", fault="foreign") > 0
 
     # --- stores with addresses ----------------------------------------------------------------------------------------
 
