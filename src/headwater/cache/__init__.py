@@ -1,0 +1,1 @@
+"""The brain: what to keep, where, and what to do next."""

@@ -1,0 +1,82 @@
+"""A circuit breaker: a store that keeps failing is left alone, and tried again with one call at a time.
+
+Pure: told what happened and when. It does not run calls and does not judge bytes.
+
+    CLOSED    --failures in a row-->  OPEN
+    OPEN      --pause is over, somebody asks-->  HALF_OPEN (that one may try)
+    HALF_OPEN --success-->  CLOSED          --failure-->  OPEN, for twice as long, up to a minute
+    any       --off-->  OFF                 --on-->  CLOSED
+"""
+
+import enum
+from typing import Final
+
+MAX_PAUSE_S: Final = 60.0
+
+
+class BreakerState(enum.IntEnum):
+    """Whether calls pass."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
+    OFF = 3
+
+
+class Breaker:
+    """The breaker of one store."""
+
+    def __init__(self, *, failures: int, pause_s: float) -> None:
+        self.state = BreakerState.CLOSED
+        self._allowed = failures
+        self._first_pause_s = pause_s
+        self._pause_s = pause_s
+        self._num_failed = 0
+        self._until_s = 0.0
+
+    def allows(self, now_s: float) -> bool:
+        """Whether a call may be made now. After a pause, yes to one: it is the probe, and has to be reported."""
+        if self.state is BreakerState.OPEN and now_s >= self._until_s:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return self.state is BreakerState.CLOSED
+
+    def succeeded(self) -> bool:
+        """A call went well. True if that closed the breaker."""
+        self._num_failed = 0
+        self._pause_s = self._first_pause_s
+        if self.state in (BreakerState.OFF, BreakerState.CLOSED):
+            return False
+        self.state = BreakerState.CLOSED
+        return True
+
+    def failed(self, now_s: float) -> bool:
+        """A call failed. True if that opened the breaker."""
+        self._num_failed += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        elif self.state is not BreakerState.CLOSED or self._num_failed < self._allowed:
+            return False
+        self.state = BreakerState.OPEN
+        self._until_s = now_s + self._pause_s
+        return True
+
+    def unproven(self, now_s: float) -> None:
+        """A call ended without saying anything about the store. A probe may be made again at once."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN
+            self._until_s = now_s
+
+    def off(self) -> None:
+        """Make no call until `on`."""
+        self.state = BreakerState.OFF
+
+    def on(self) -> None:
+        """Call again."""
+        self.state = BreakerState.CLOSED
+        self._num_failed = 0
+        self._pause_s = self._first_pause_s
+
+    def facts(self) -> tuple[int, int, float, float]:
+        """All that it knows, for snapshots."""
+        return int(self.state), self._num_failed, self._pause_s, self._until_s

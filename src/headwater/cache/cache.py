@@ -1,0 +1,233 @@
+"""TieredCache: what an engine calls. `match / reserve / commit / release` over the brain, with hands and a clock.
+
+    match      what is there of a prompt: on the device at once, in the stores as their answers come in
+    reserve    slots for a request, and loads into them where that pays
+    poll       how far the loads are; `wait` blocks for them, until a deadline
+    commit     blocks that were really computed get their names, and go to the stores
+    release    the request is over: everything it held is given back, and its bill is handed out
+
+No call waits for a store, but `wait`, `drain` and `close`, each until its deadline. Calls may come from any thread;
+what the hands report comes from theirs. One lock keeps them apart, and is held only while the brain thinks.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from headwater.cache.match import Match
+from headwater.cache.state import Brain
+from headwater.core import events as ev
+from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed
+from headwater.core.keys import BlockKey
+from headwater.core.page import KEY_BYTES
+from headwater.metrics import Metrics
+
+log = logging.getLogger("headwater")
+
+
+class Hands(Protocol):
+    """Who carries instructions out (`transfer/worker.py`). Reports through the callback it was given."""
+
+    def submit(self, instructions: Sequence[ev.Instruction]) -> None:
+        """Begin jobs, or cancel them. Does not block."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is under way; False if that took too long."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """End all jobs and threads; False if one did not end in time."""
+        ...
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is: its first `num_ready` blocks are on the device and may be used."""
+
+    num_ready: int
+    loading: bool
+
+
+class TieredCache:
+    """The cache of one engine process."""
+
+    def __init__(
+        self,
+        brain: Brain,
+        hands: Hands,
+        *,
+        clock: Clock,
+        metrics: Metrics | None = None,
+        record: Callable[[ev.Event], None] | None = None,
+    ) -> None:
+        """Takes the hands over: `close` closes them. `record` hears every event before the brain does."""
+        self.brain = brain
+        self.metrics = metrics if metrics is not None else Metrics()
+        self._hands = hands
+        self._clock = clock
+        self._record = record
+        self._lock = threading.RLock()  # re-entered where hands report at once, as in virtual time
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+
+    # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def match(self, request: str, keys: Sequence[BlockKey], *, root: BlockKey, tenant: bytes = ev.NO_TENANT) -> Match:
+        """What is there of a prompt, by the keys of its full blocks. What is on the device is held until release.
+
+        Ask again to see what the stores answered since. Raises InvalidInput for keys that are none, and for a request
+        that is here already with other keys.
+        """
+        _check(keys)
+        with self._lock:
+            self._handle(ev.Arrived(now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant))
+            return self.brain.view(request)
+
+    def reserve(self, request: str, num_blocks: int, *, load: bool = True) -> tuple[int, ...] | None:
+        """Slots for the first `num_blocks` blocks of a request, in order; None if there is no room now.
+
+        Evicts what it must. The first call begins to load what the stores have, if that pays: those slots are not to
+        be used before `poll` says that nothing is loading. Later calls add slots.
+        """
+        if num_blocks < 0:
+            raise InvalidInput(f"a request has no {num_blocks} blocks")
+        with self._lock:
+            out = self._handle(ev.Wanted(now_s=self._now_s(), request=request, num_blocks=num_blocks, load=load))
+            return next((one.slots for one in out if isinstance(one, ev.Granted)), None)
+
+    def poll(self, request: str) -> Progress:
+        """How far a request is."""
+        with self._lock:
+            return self._progress(request)
+
+    def wait(self, request: str, timeout_s: float) -> Progress:
+        """Wait until nothing is being looked up or loaded for a request. Blocks, until the time is over at most."""
+        until_s = self._clock.monotonic() + timeout_s
+        with self._lock:
+            while True:
+                progress = self._progress(request)
+                waiting = progress.loading or bool(self.brain.requests[request].looks)
+                left_s = until_s - self._clock.monotonic()
+                if not waiting or left_s <= 0 or self._closed:
+                    return progress
+                self._changed.wait(left_s)
+
+    def give_up(self, request: str) -> None:
+        """Do not wait for stores any longer. Loads under way are cancelled; `poll` says when their slots are usable."""
+        with self._lock:
+            self._handle(ev.GaveUp(now_s=self._now_s(), request=request))
+
+    def commit(self, request: str, keys: Sequence[BlockKey]) -> int:
+        """The next blocks of a request were computed, on every rank, and are named so. Returns how many it has now.
+
+        A block that another request committed first stays in that one's slot for others; this request keeps its own.
+        """
+        _check(keys)
+        with self._lock:
+            self._handle(ev.Filled(now_s=self._now_s(), request=request, keys=tuple(keys)))
+            return self.brain.requests[request].hold.num_blocks
+
+    def release(self, request: str) -> ev.Finished | None:
+        """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""
+        with self._lock:
+            out = self._handle(ev.Left(now_s=self._now_s(), request=request))
+            return next((one for one in out if isinstance(one, ev.Finished)), None)
+
+    def pace(self, base_s: float, slope_s: float) -> None:
+        """What computing a block costs here, as measured: `base_s`, and `slope_s` more for each block before it."""
+        with self._lock:
+            self._handle(ev.Paced(now_s=self._now_s(), base_s=base_s, slope_s=slope_s))
+
+    # --- the hands' side ----------------------------------------------------------------------------------------------
+
+    def deliver(self, event: ev.Event) -> None:
+        """Hear what became of a job. For the hands; never raises, because nobody there could help."""
+        with self._lock:
+            try:
+                self._handle(event)
+            except HeadwaterError:
+                log.exception("the brain refused %s", event)
+                self.metrics.event("event_refused", what=repr(event))
+            self._changed.notify_all()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no job is under way. Blocks, until the time is over at most; False if it was."""
+        return self._hands.drain(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End all jobs; requests that are still here keep nothing. Idempotent. False if a store did not let go."""
+        with self._lock:
+            if self._closed:
+                return True
+            for request in list(self.brain.requests):
+                self._handle(ev.Left(now_s=self._now_s(), request=request))
+            self._closed = True
+            self._changed.notify_all()
+        return self._hands.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        """Return self; it closes itself at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        if self._closed:
+            raise ResourceClosed("the cache is closed")
+        return self._clock.monotonic()
+
+    def _handle(self, event: ev.Event) -> list[ev.Instruction]:
+        if self._record is not None:
+            self._record(event)
+        out = self.brain.handle(event)
+        work = [one for one in out if isinstance(one, ev.Job | ev.Cancel)]
+        self._report(out)
+        if work:
+            self._hands.submit(work)
+        return out
+
+    def _report(self, out: Sequence[ev.Instruction]) -> None:
+        for (name, labels), amount in self.brain.accounts.take().items():
+            self.metrics.count(name, amount, **dict(labels))
+        for one in out:
+            if isinstance(one, ev.Tell):
+                log.warning("%s: %s", one.kind, ", ".join(f"{name}={fact}" for name, fact in one.facts))
+                self.metrics.event(one.kind, **dict(one.facts))
+
+    def gauges(self) -> None:
+        """Bring the gauges up to date: before they are shown."""
+        with self._lock:
+            for state, num in self.brain.slots.counts().items():
+                self.metrics.gauge("device_slots", num, state=state.name.lower())
+            for tier in self.brain.tiers.values():
+                self.metrics.gauge("breaker_state", tier.breaker.state.value, tier=tier.name)
+                self.metrics.gauge("queue_bytes", tier.queued_save_bytes + tier.queued_load_bytes, tier=tier.name)
+
+    def _progress(self, request: str) -> Progress:
+        record = self.brain.requests.get(request)
+        if record is None:
+            raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
+        return Progress(record.hold.num_blocks, loading=bool(record.loads))
+
+
+def _check(keys: Sequence[BlockKey]) -> None:
+    if keys and set(map(len, keys)) != {KEY_BYTES}:
+        raise InvalidInput(f"a block key has {KEY_BYTES} bytes")

@@ -1,0 +1,84 @@
+"""Jobs under way: who waits for them, what they have queued at each store, and what their ends say of the store."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from headwater.cache.placement import Tier
+from headwater.cache.records import JobKind, JobRecord
+from headwater.core.events import Failure, Instruction, MissReason, Tell
+
+TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
+_BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
+
+
+class Jobs:
+    """The book of jobs, and the list of instructions they go out by. Says when a store is left alone, and when not."""
+
+    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction]) -> None:
+        self.tiers = tiers
+        self.block_bytes = block_bytes
+        self.out = out
+        self._jobs: dict[int, JobRecord] = {}
+        self._next = 1
+
+    def __getitem__(self, job: int) -> JobRecord:
+        """A job that is under way."""
+        return self._jobs[job]
+
+    def get(self, job: int) -> JobRecord | None:
+        """A job that is under way; None if it has ended."""
+        return self._jobs.get(job)
+
+    def __iter__(self) -> Iterator[JobRecord]:
+        """All jobs under way, oldest first."""
+        return iter(self._jobs.values())
+
+    def begin(self, kind: JobKind, tier: Tier, start: int, end: int, **more: Any) -> JobRecord:
+        """Write a job down, and what it queues."""
+        num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
+        job = JobRecord(job=self._next, kind=kind, store=tier.name, start=start, end=end, num_bytes=num_bytes, **more)
+        self._jobs[job.job] = job
+        self._next += 1
+        self._queue(job, num_bytes)
+        return job
+
+    def end(self, number: int) -> JobRecord | None:
+        """Strike a job out; None if it has ended before."""
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            self._queue(job, -job.num_bytes)
+        return job
+
+    def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Failure | None, now_s: float) -> None:
+        """Tell the store's breaker how a job went."""
+        tier = self.tiers[job.store]
+        if failure is Failure.CANCELLED:
+            tier.breaker.unproven(now_s)
+        elif failure is not None or (results and all(result in TROUBLE for result in results)):
+            if tier.breaker.failed(now_s):
+                self._tell("tier_paused", tier=tier.name, why=f"{job.kind.value} {failure or 'failed'}")
+        elif tier.breaker.succeeded():
+            self._tell("tier_resumed", tier=tier.name)
+
+    def facts(self) -> list[object]:
+        """All that is under way, for snapshots."""
+        return [
+            [job.job, job.kind, job.store, job.start, job.end, job.request, job.target, job.copied, job.slots]
+            for job in self
+        ]
+
+    def _queue(self, job: JobRecord, num_bytes: int) -> None:
+        if job.kind is JobKind.LOAD:
+            self.tiers[job.store].queued_load_bytes += num_bytes
+        elif job.kind is not JobKind.LOOK:
+            self.tiers[job.target or job.store].queued_save_bytes += num_bytes
+
+    def _tell(self, kind: str, **facts: str) -> None:
+        self.out.append(Tell(kind=kind, facts=tuple(facts.items())))
+
+
+def reason_of(result: str) -> MissReason:
+    """Why a block that a store said it had was not loaded."""
+    if result in _BAD:
+        return MissReason.CORRUPT
+    return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE}.get(result, MissReason.FAILED)

@@ -1,0 +1,180 @@
+"""Brings blocks from the stores to the device: asks who has what, loads what pays, and says why the rest was a miss.
+
+Stores are asked once per request, all at the same time, for what is not on the device. Each answer is a hint. Loads go
+from the first missing block on, row by row from the fastest store that has it, and count up to the first block that was
+not to be had; what was loaded behind a hole is computed again. While a request waits, what only a slower store has is
+brought to the fastest.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from typing import Final
+
+from headwater.cache.accounts import Accounts
+from headwater.cache.jobs import Jobs, reason_of
+from headwater.cache.placement import ComputeCost, load_pays
+from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.core.events import Cancel, Failure, Load, Look, MissReason, Promote
+from headwater.core.keys import BlockKey
+from headwater.index.base import PrefixIndex
+
+_HELD: Final = frozenset({"stored", "exists"})
+
+Enter = Callable[[RequestRecord, Sequence[BlockKey], float], None]  # finished blocks of a request get into the index
+
+
+class Loader:
+    """Decides what is read, and takes in what came."""
+
+    def __init__(self, index: PrefixIndex, jobs: Jobs, accounts: Accounts, *, cost: ComputeCost, enter: Enter) -> None:
+        self._index = index
+        self._jobs = jobs
+        self._accounts = accounts
+        self._cost = cost
+        self._enter = enter
+
+    # --- asking -------------------------------------------------------------------------------------------------------
+
+    def look(self, request: RequestRecord, now_s: float) -> None:
+        """Ask every store for what is not on the device. What they said before is forgotten."""
+        self.stop_looking(request)
+        request.held.clear()
+        request.unasked.clear()
+        request.look_start = start = request.hold.num_blocks
+        rest = tuple(request.keys[start:])
+        for tier in self._jobs.tiers.values() if rest else ():
+            if not tier.breaker.allows(now_s):
+                request.unasked[tier.name] = MissReason.FAILED
+                continue
+            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), request=request.request)
+            request.looks[tier.name] = job.job
+            deadline_s = now_s + tier.config.look_timeout_s
+            self._jobs.out.append(Look(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
+
+    def looked(self, request: RequestRecord, job: JobRecord, results: Sequence[str], failure: Failure | None) -> None:
+        """A store answered, or did not."""
+        request.looks.pop(job.store, None)
+        if failure is None:
+            request.held[job.store] = bytearray(result == "held" for result in results)
+        else:
+            request.unasked[job.store] = reason_of("failed" if failure is Failure.FAILED else "late")
+
+    def stop_looking(self, request: RequestRecord) -> None:
+        """Who did not answer in time is not waited for."""
+        for store, job in request.looks.items():
+            request.unasked[store] = MissReason.TOO_LATE
+            self._jobs[job].request = None
+            self._jobs.out.append(Cancel(job=job))
+        request.looks.clear()
+
+    def where(self, request: RequestRecord, at: int) -> str | None:
+        """The fastest store that says it has a block."""
+        if at < request.look_start:  # it was on the device when the stores were asked
+            return None
+        for name in self._jobs.tiers:
+            held = request.held.get(name)
+            if held is not None and held[at - request.look_start]:
+                return name
+        return None
+
+    def _row_end(self, request: RequestRecord, at: int, end: int) -> int:
+        """Where the row of blocks that one store has ends."""
+        name = self.where(request, at)
+        at += 1
+        while at < end and self.where(request, at) == name:
+            at += 1
+        return at
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, request: RequestRecord, now_s: float) -> None:
+        """Load what stores say they have, from the first missing block on, as far as it pays."""
+        end = min(request.num_prompt, request.num_blocks)
+        at = request.load_end = request.base
+        while at < end and (name := self.where(request, at)) is not None:
+            tier, row_end = self._jobs.tiers[name], self._row_end(request, at, end)
+            if not load_pays(tier, self._cost, start=at, end=row_end, block_bytes=self._jobs.block_bytes):
+                return
+            if not tier.breaker.allows(now_s):
+                request.broken = MissReason.FAILED
+                return
+            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, request=request.request)
+            request.loads.append(job)
+            self._jobs.out.append(
+                Load(
+                    job=job.job,
+                    store=name,
+                    keys=tuple(request.keys[at:row_end]),
+                    slots=tuple(request.own[at - request.base : row_end - request.base]),
+                    deadline_s=now_s + tier.config.load_timeout_s,
+                )
+            )
+            at = request.load_end = row_end
+
+    def settle(self, request: RequestRecord, ghosts: Container[BlockKey], now_s: float) -> bool:
+        """Take in what was loaded, in order. True when nothing is being loaded any more, and the rest is explained."""
+        while request.loads and (results := request.loads[0].results) is not None:
+            job = request.loads.pop(0)
+            if request.broken is not None:
+                continue  # something in front of it is missing
+            num_hit = next((i for i, result in enumerate(results) if result != "hit"), len(results))
+            if num_hit:
+                end = job.start + num_hit
+                self._enter(request, request.keys[job.start : end], now_s)
+                self._index.mark(request.hold, job.start, end, bit=self._jobs.tiers[job.store].bit, on=True)
+                request.num_loaded[job.store] = request.num_loaded.get(job.store, 0) + num_hit
+                request.loaded_bytes += num_hit * self._jobs.block_bytes
+            if num_hit < len(results):
+                request.broken = reason_of(results[num_hit])
+                self.give_up(request)
+        if request.loads:
+            return False
+        request.ready_s = now_s
+        self._explain(request, ghosts)
+        return True
+
+    def give_up(self, request: RequestRecord) -> None:
+        """Load no more for a request. What is under way ends with an event, and its slots are not to be used before."""
+        self._jobs.out.extend(Cancel(job=job.job) for job in request.loads if job.results is None)
+
+    def _explain(self, request: RequestRecord, ghosts: Container[BlockKey]) -> None:
+        """Say of each block that has to be computed why."""
+        silent = next(iter(request.unasked.values()), None)
+        hole: MissReason | None = None  # why the first block that no store has is a miss
+        for at in range(request.hold.num_blocks, request.num_prompt):
+            if self.where(request, at) is not None:
+                reason = hole or request.broken or MissReason.NOT_WORTH_IT
+            else:
+                known = at < request.look_start or request.keys[at] in ghosts
+                reason = silent or (MissReason.EVICTED if known else MissReason.NEVER_STORED)
+                hole = hole or reason
+            request.misses[reason] = request.misses.get(reason, 0) + 1
+
+    # --- while a request waits ----------------------------------------------------------------------------------------
+
+    def prefetch(self, request: RequestRecord, now_s: float) -> None:
+        """Bring the first row that only a slower store has to the fastest one."""
+        target = next(iter(self._jobs.tiers.values()))
+        at, end = request.look_start, request.num_prompt
+        while at < end and self.where(request, at) == target.name:
+            at += 1
+        source = self.where(request, at) if at < end else None
+        if source is None or target.name not in request.held:
+            return
+        if at == request.look_start and self._index.num_marked(request.hold, target.bit) < at:
+            return  # the fastest store lacks what the row builds on
+        row_end = self._row_end(request, at, end)
+        refusal = target.refuses_save((row_end - at) * self._jobs.block_bytes, now_s)
+        if refusal is not None:
+            self._accounts.add("dropped_blocks_total", row_end - at, tier=target.name, reason=refusal)
+            return
+        tier = self._jobs.tiers[source]
+        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, request=request.request, target=target.name)
+        deadline_s = now_s + tier.config.load_timeout_s
+        keys = tuple(request.keys[at:row_end])
+        self._jobs.out.append(Promote(job=job.job, store=source, target=target.name, keys=keys, deadline_s=deadline_s))
+
+    def promoted(self, request: RequestRecord, job: JobRecord, results: Sequence[str]) -> None:
+        """Blocks came to the fastest store."""
+        held = request.held[job.target or ""]
+        for at, result in enumerate(results, job.start - request.look_start):
+            held[at] |= result in _HELD

@@ -1,0 +1,55 @@
+"""The answer to a request that asks what is there: for each block of its prompt HIT (where), PENDING or MISS."""
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+DEVICE: Final = "device"
+
+
+class BlockStatus(enum.StrEnum):
+    """What is known of one block."""
+
+    HIT = "hit"  # there, in the tier that is named; in a store, as far as that store says
+    PENDING = "pending"  # being looked up, loaded, or computed by another request: ask again
+    MISS = "miss"
+
+
+class Part(NamedTuple):
+    """Blocks [start, end) of a prompt, all in one state. `tier` is where they are, if they are."""
+
+    status: BlockStatus
+    tier: str | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is there of a prompt, in parts that follow each other. From the first MISS on everything is MISS."""
+
+    request: str
+    num_blocks: int
+    parts: tuple[Part, ...]
+
+    def __iter__(self) -> Iterator[tuple[BlockStatus, str | None]]:
+        """Block by block."""
+        for part in self.parts:
+            for _ in range(part.start, part.end):
+                yield part.status, part.tier
+
+    @property
+    def num_hit(self) -> int:
+        """Leading blocks that are there, in whatever tier."""
+        return next((part.start for part in self.parts if part.status is not BlockStatus.HIT), self.num_blocks)
+
+    @property
+    def num_on_device(self) -> int:
+        """Leading blocks that are on the device."""
+        return self.parts[0].end if self.parts and self.parts[0].tier == DEVICE else 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether asking again would not tell more."""
+        return all(part.status is not BlockStatus.PENDING for part in self.parts)

@@ -1,0 +1,90 @@
+"""Which store gets what, when; what is dropped when it cannot keep up; and whether loading pays.
+
+Pure arithmetic over what was measured: a store's speed, what it has queued, and what computing costs. The brain asks,
+and acts on the answer.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from headwater.cache.breaker import Breaker
+from headwater.config import TierConfig
+
+_WEIGHT: Final = 0.2  # of the newest measurement
+
+
+class Pace:
+    """Seconds per byte, smoothed over jobs. Unknown until the first."""
+
+    def __init__(self) -> None:
+        self._s_per_byte: float | None = None
+
+    def measured(self, num_bytes: int, seconds: float) -> None:
+        """A job moved so much in such a time."""
+        if num_bytes <= 0 or seconds < 0:
+            return
+        now = seconds / num_bytes
+        before = self._s_per_byte
+        self._s_per_byte = now if before is None else before + _WEIGHT * (now - before)
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long so many bytes should take; nothing, as long as nobody knows."""
+        return 0.0 if self._s_per_byte is None else self._s_per_byte * num_bytes
+
+    @property
+    def s_per_byte(self) -> float | None:
+        """What was measured."""
+        return self._s_per_byte
+
+
+@dataclass(slots=True)
+class ComputeCost:
+    """What a block costs to compute, given those before it: attention looks back, so deeper blocks cost more."""
+
+    base_s: float
+    slope_s: float
+
+    def block_s(self, depth: int) -> float:
+        """One block."""
+        return self.base_s + self.slope_s * depth
+
+    def row_s(self, start: int, end: int) -> float:
+        """Blocks [start, end)."""
+        num = end - start
+        return num * self.base_s + self.slope_s * num * (start + end - 1) / 2
+
+
+class Tier:
+    """What the brain knows of one store."""
+
+    def __init__(self, config: TierConfig, bit: int) -> None:
+        self.config = config
+        self.name = config.name
+        self.bit = bit  # of this store in a block's marks
+        self.breaker = Breaker(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
+        self.loading = Pace()
+        self.saving = Pace()
+        self.queued_load_bytes = 0
+        self.queued_save_bytes = 0
+
+    def refuses_save(self, num_bytes: int, now_s: float) -> str | None:
+        """Why so many bytes more are not to be written now; None if they are. May let a breaker's probe through."""
+        queued = self.queued_save_bytes + num_bytes
+        if self.queued_save_bytes and queued > self.config.max_queued_bytes:
+            return "queue_full"
+        if self.queued_save_bytes and self.saving.seconds(queued) > self.config.max_queued_s:
+            return "too_slow"
+        return None if self.breaker.allows(now_s) else "store_down"
+
+    def load_s(self, num_bytes: int) -> float:
+        """How long a load should take, behind what is queued."""
+        return self.loading.seconds(self.queued_load_bytes + num_bytes)
+
+
+def load_pays(tier: Tier, cost: ComputeCost, *, start: int, end: int, block_bytes: int) -> bool:
+    """Whether loading blocks [start, end) is expected to be at least as fast as computing them.
+
+    Where computing was never measured, loading pays: a hit is what a cache is for.
+    """
+    compute_s = cost.row_s(start, end)
+    return compute_s <= 0 or tier.load_s((end - start) * block_bytes) <= compute_s

@@ -1,0 +1,71 @@
+"""What the brain remembers of a request and of a job. No logic beyond reading them."""
+
+import enum
+from dataclasses import dataclass, field
+
+from headwater.core.events import MissReason
+from headwater.core.keys import BlockKey
+from headwater.index.base import Hold
+
+
+class JobKind(enum.StrEnum):
+    """What a job does."""
+
+    LOOK = "look"
+    LOAD = "load"
+    SAVE = "save"
+    PROMOTE = "promote"
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """One job that is under way."""
+
+    job: int
+    kind: JobKind
+    store: str
+    start: int  # depth of its first block
+    end: int
+    num_bytes: int
+    request: str | None = None  # who waits for it
+    target: str | None = None  # of a Promote
+    pin: Hold | None = None  # of a Save: the blocks it reads
+    copied: bool = False  # a Save that has read them
+    slots: tuple[int, ...] = ()  # of a Load whose request left: not to be used before the job ends
+    results: tuple[str, ...] | None = None  # of a Load that ended before the one in front of it
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request, from its first question until it leaves."""
+
+    request: str
+    keys: list[BlockKey]  # of all its full blocks that have a name: the prompt's, and those computed since
+    num_prompt: int  # how many of them are the prompt's
+    root: BlockKey
+    tenant: bytes
+    hold: Hold
+    looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
+    look_start: int = 0  # depth from which on stores were asked
+    held: dict[str, bytearray] = field(default_factory=dict)  # their answers, one byte a block from there on
+    unasked: dict[str, MissReason] = field(default_factory=dict)  # stores that gave no answer, and why
+    base: int = -1  # blocks that were on the device when it reserved; -1: it has not
+    own: list[int] = field(default_factory=list)  # slots of its blocks from `base` on; some may be known by now
+    loads: list[JobRecord] = field(default_factory=list)  # in order of depth
+    load_end: int = 0  # blocks before this were worth loading
+    broken: MissReason | None = None  # why loading stopped
+    num_loaded: dict[str, int] = field(default_factory=dict)  # blocks that were loaded, by store
+    loaded_bytes: int = 0
+    reserved_s: float = 0.0
+    ready_s: float | None = None  # when nothing was being loaded any more
+    misses: dict[MissReason, int] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it has slots."""
+        return self.base >= 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it has slots for."""
+        return self.base + len(self.own)

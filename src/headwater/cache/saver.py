@@ -1,0 +1,116 @@
+"""Brings finished blocks from the device to the stores: on commit, after hits, or before they are evicted.
+
+A Save begins behind the last block of its path that the store is believed to have, so that a prefix has no hole. Blocks
+are marked as saved when the job begins, so that nobody writes them twice, and unmarked when it turns out otherwise.
+What a store cannot keep up with is dropped, and counted by reason; the next commit on the same path tries again.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from headwater.cache.accounts import Accounts
+from headwater.cache.jobs import Jobs
+from headwater.cache.placement import Tier
+from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.config import SaveWhen
+from headwater.core.events import Save
+from headwater.core.keys import BlockKey
+from headwater.index.base import Hold, PrefixIndex, Victim
+
+_HELD: Final = frozenset({"stored", "exists"})
+_MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are saved on eviction
+
+
+class Saver:
+    """Decides what is written, and remembers what became of it."""
+
+    def __init__(self, index: PrefixIndex, jobs: Jobs, accounts: Accounts) -> None:
+        self._index = index
+        self._jobs = jobs
+        self._accounts = accounts
+        self.origins: dict[BlockKey, tuple[BlockKey, bytes]] = {}  # root and tenant of each known first block
+
+    def commit(self, request: RequestRecord, now_s: float) -> None:
+        """A request's blocks were finished, or loaded: write them where that is the rule."""
+        for tier in self._of(SaveWhen.COMMIT):
+            self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request.request)
+
+    def hit(self, request: RequestRecord, now_s: float) -> None:
+        """A request's blocks were hit: write those that were hit often enough."""
+        for tier in self._of(SaveWhen.HITS):
+            num_hot = self._index.num_hot(request.hold, tier.config.save_after_hits)
+            if num_hot:
+                pin = self._index.pin(request.hold, num_hot)
+                self._save(tier, pin, request.keys, now_s, request=request.request)
+
+    def clean(self, now_s: float) -> None:
+        """Room is short: write those that leave next, where blocks are written on eviction."""
+        for tier in self._of(SaveWhen.EVICTION):
+            for _ in range(_MAX_CLEANING):
+                pin = self._index.pin_coldest(tier.bit)
+                if pin is None or not self._save(tier, pin, self._index.keys(pin), now_s, request=None):
+                    break
+
+    def buried(self, victims: Iterable[Victim]) -> None:
+        """Blocks were evicted."""
+        for victim in victims:
+            if victim.depth == 0:
+                self.origins.pop(victim.key, None)
+            for tier in self._of(SaveWhen.EVICTION):
+                if not victim.stored & tier.bit:
+                    self._accounts.add("dropped_blocks_total", 1, tier=tier.name, reason="evicted_unsaved")
+
+    def copied(self, job: JobRecord) -> None:
+        """A Save has read its blocks."""
+        if job.pin is not None and not job.copied:
+            job.copied = True
+            self._index.unpin(job.pin)
+
+    def ended(self, job: JobRecord, results: Sequence[str], request: RequestRecord | None, now_s: float) -> None:
+        """A Save has ended: what is not held is not marked any more."""
+        self.copied(job)
+        pin = job.pin
+        first_bad = next((i for i, result in enumerate(results) if result not in _HELD), None)
+        if pin is None or first_bad is None:
+            return
+        bit = self._jobs.tiers[job.store].bit
+        for result in results[first_bad:]:
+            self._accounts.add("dropped_blocks_total", 1, tier=job.store, reason=result)
+        lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
+        self._index.mark(pin, 0 if lost_path else job.start + first_bad, job.end, bit=bit, on=False)
+        if lost_path and request is not None:  # the store evicted the blocks before: write the whole path
+            self._save(
+                self._jobs.tiers[job.store], self._index.pin(request.hold), request.keys, now_s, request=job.request
+            )
+
+    def _of(self, when: SaveWhen) -> list[Tier]:
+        return [tier for tier in self._jobs.tiers.values() if tier.config.save is when]
+
+    def _save(self, tier: Tier, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: str | None) -> bool:
+        """Write what a pinned path lacks in a store; False if that had to be dropped. Takes the pin over."""
+        start, end = self._index.num_marked(pin, tier.bit), pin.num_blocks
+        if start == end:
+            self._index.unpin(pin)
+            return True
+        refusal = tier.refuses_save((end - start) * self._jobs.block_bytes, now_s)
+        if refusal is not None:
+            self._index.unpin(pin)
+            if tier.config.save is not SaveWhen.EVICTION:  # there it counts when it is evicted without
+                self._accounts.add("dropped_blocks_total", end - start, tier=tier.name, reason=refusal)
+            return False
+        root, tenant = self.origins[path[0]]
+        job = self._jobs.begin(JobKind.SAVE, tier, start, end, request=request, pin=pin)
+        self._index.mark(pin, start, end, bit=tier.bit, on=True)
+        self._jobs.out.append(
+            Save(
+                job=job.job,
+                store=tier.name,
+                keys=tuple(path[start:end]),
+                slots=tuple(self._index.slots(pin, start)),
+                parent=path[start - 1] if start else root,
+                depth=start,
+                tenant=tenant,
+                deadline_s=now_s + tier.config.save_timeout_s,
+            )
+        )
+        return True

@@ -1,0 +1,85 @@
+"""The whole state of a brain: as one digest, to compare two; and checked for contradictions."""
+
+import hashlib
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from headwater.cache.records import JobKind
+from headwater.index.slots import SlotState
+
+if TYPE_CHECKING:
+    from headwater.cache.state import Brain
+
+
+def digest(brain: "Brain") -> str:
+    """SHA-256 over everything the brain knows. Two that heard the same events have the same."""
+    blocks = sorted((key.hex(), before.hex() if before else "", slot) for key, before, slot in brain.index.blocks())
+    requests = [
+        [
+            *(request.request, [key.hex() for key in request.keys], request.hold.num_blocks, request.base),
+            *(request.own, request.looks, {name: held.hex() for name, held in request.held.items()}),
+            *([job.job for job in request.loads], request.ready_s, request.misses),
+        ]
+        for request in brain.requests.values()
+    ]
+    tiers = [
+        [
+            *(tier.name, tier.breaker.facts(), tier.queued_load_bytes, tier.queued_save_bytes),
+            *(tier.loading.s_per_byte, tier.saving.s_per_byte),
+        ]
+        for tier in brain.tiers.values()
+    ]
+    state = {
+        "blocks": blocks,
+        "slots": {state.name: num for state, num in brain.slots.counts().items()},
+        "requests": requests,
+        "jobs": brain.jobs.facts(),
+        "pending": [[key.hex(), name] for key, name in brain.pending.items()],
+        "ghosts": [key.hex() for key in brain.ghosts],
+        "tiers": tiers,
+        "totals": sorted([name, labels, amount] for (name, labels), amount in brain.accounts.totals.items()),
+    }
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def validate(brain: "Brain") -> None:
+    """Raise AssertionError if the brain contradicts itself. Reads everything."""
+    brain.index.validate()
+    brain.slots.validate()
+    own: list[int] = []
+    loading: set[int] = set()
+    for name, request in brain.requests.items():
+        assert request.request == name, "a request under another's name"
+        table = list(brain.index.slots(request.hold))
+        assert len(table) == request.hold.num_blocks, "a hold without its slots"
+        assert brain.index.keys(request.hold) == request.keys[: request.hold.num_blocks], "a hold on other blocks"
+        if not request.reserved:
+            assert not [*request.own, *request.loads], "slots before they were reserved"
+            continue
+        mine = [slot for slot in request.own if brain.slots.state(slot) is SlotState.OWN]
+        own += mine
+        assert len(set(request.own)) == len(request.own), "one slot for two blocks"
+        for at, slot in enumerate(request.own, request.base):
+            known = at < request.hold.num_blocks and table[at] == slot
+            assert known == (brain.slots.state(slot) is SlotState.KNOWN), "a block that is known and not in the index"
+        loading |= {job.job for job in request.loads if job.results is None}
+        assert bool(request.loads) == (request.ready_s is None), (
+            "a request that waits for nothing, or not for its loads"
+        )
+    counts = brain.slots.counts()
+    assert len(set(own)) == len(own) == counts[SlotState.OWN], "slots that are nobody's, or two requests'"
+    locked = [slot for job in brain.jobs for slot in job.slots]
+    assert len(set(locked)) == len(locked) == counts[SlotState.QUARANTINED], "slots that nobody will free"
+    for key, name in brain.pending.items():
+        assert key in brain.requests[name].keys, "a block that nobody is about to have"
+    queued: Counter[str] = Counter()
+    for job in brain.jobs:
+        assert job.request is None or job.request in brain.requests or job.kind is JobKind.SAVE, "a job of nobody"
+        assert job.kind is not JobKind.LOAD or job.job in loading or job.slots or job.request is None, "a lost load"
+        queued[f"{job.kind} {job.target or job.store}"] += job.num_bytes
+    for tier in brain.tiers.values():
+        saves = queued[f"{JobKind.SAVE} {tier.name}"] + queued[f"{JobKind.PROMOTE} {tier.name}"]
+        assert tier.queued_load_bytes == queued[f"{JobKind.LOAD} {tier.name}"], "loads do not add up"
+        assert tier.queued_save_bytes == saves, "saves do not add up"
+    assert len(brain.ghosts) <= brain.num_ghosts, "too many ghosts"

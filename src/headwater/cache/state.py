@@ -1,0 +1,372 @@
+"""The brain: a pure machine that hears events and answers with instructions. It decides and does nothing.
+
+    handle(event) -> [instruction]        validate()        view(request) -> Match        digest()
+
+No bytes, no clock, no thread, no store: time comes with the events, and what is in a store comes from asking it. Two
+brains that hear the same events say the same and end in the same state (`digest`), so an incident is a list of events.
+
+What it counts: device slots and known blocks (`index/`), requests, jobs under way, and what each store has queued.
+What it keeps to:
+- A block enters the index when it was computed (Filled) or loaded and verified (JobDone of a Load), never before. Two
+  requests that compute one block end with one block: who commits first wins, the other's slot stays its own until it
+  leaves (rule 1).
+- A slot that a job may still write to belongs to nobody until that job has ended (rule 2).
+- A store is asked, read and written through jobs with deadlines, and no event waits for one: what a store does not do
+  in time, or cannot keep up with, is a miss or a drop, and is counted with its reason.
+- A suffix is only written behind its prefix: a Save begins at the first block of its path that the store may lack.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from headwater.cache import snapshot
+from headwater.cache.accounts import Accounts
+from headwater.cache.jobs import Jobs
+from headwater.cache.loader import Loader
+from headwater.cache.match import DEVICE, BlockStatus, Match, Part
+from headwater.cache.placement import ComputeCost, Tier
+from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.cache.saver import Saver
+from headwater.config import CacheConfig
+from headwater.core import events as ev
+from headwater.core.errors import InvalidInput
+from headwater.core.events import Event, Failure, Instruction
+from headwater.core.keys import BlockKey
+from headwater.index.base import PrefixIndex, Victim
+from headwater.index.radix import RadixIndex
+from headwater.index.slots import DeviceSlots, SlotState
+from headwater.policy import policy_by_name
+
+_GHOSTS_PER_SLOT: Final = 4
+_LOW_SHARE: Final = 8  # with less than one in so many slots free, blocks that leave next are saved
+
+
+class Brain:
+    """The state of one cache."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.index: PrefixIndex = RadixIndex(policy_by_name(config.policy), block_bytes=config.block_bytes)
+        self.slots = DeviceSlots(config.num_slots, self.index)
+        self.accounts = Accounts()
+        self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
+        self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
+        self.requests: dict[str, RequestRecord] = {}
+        self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
+        self.ghosts: dict[BlockKey, None] = {}  # evicted blocks, oldest first
+        self.num_ghosts = _GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts
+        self._out: list[Instruction] = []
+        self.jobs = Jobs(self.tiers, config.block_bytes, self._out)
+        self.saver = Saver(self.index, self.jobs, self.accounts)
+        self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            ev.Arrived: self._arrived,
+            ev.Wanted: self._wanted,
+            ev.Filled: self._filled,
+            ev.GaveUp: self._gave_up,
+            ev.Left: self._left,
+            ev.Paced: self._paced,
+            ev.Ticked: self._ticked,
+            ev.Copied: self._copied,
+            ev.JobDone: self._job_done,
+            ev.JobFailed: self._job_failed,
+            ev.StoreOff: self._store_off,
+            ev.StoreOn: self._store_on,
+        }
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take an event in and say what follows. Raises InvalidInput, and changes nothing, for what makes no sense."""
+        self._out.clear()
+        self._handlers[type(event)](event)
+        return self._out[:]
+
+    def validate(self) -> None:
+        """Raise AssertionError if the state contradicts itself. Reads everything."""
+        snapshot.validate(self)
+
+    def digest(self) -> str:
+        """A digest of the whole state. Two brains that heard the same events have the same."""
+        return snapshot.digest(self)
+
+    # --- a request asks -----------------------------------------------------------------------------------------------
+
+    def _arrived(self, event: ev.Arrived) -> None:
+        known = self.requests.get(event.request)
+        if known is not None:
+            if known.reserved or (known.keys, known.root, known.tenant) != (list(event.keys), event.root, event.tenant):
+                raise InvalidInput(f"request {event.request!r} is here already, and is another or has reserved")
+            if self.index.advance(known.hold, known.keys[known.hold.num_blocks :], now_s=event.now_s):
+                self.saver.hit(known, event.now_s)
+            if known.hold.num_blocks < known.look_start:  # it had to give room, and lost blocks meanwhile
+                self.loader.look(known, event.now_s)
+            return
+        keys = list(event.keys)
+        request = RequestRecord(
+            request=event.request,
+            keys=keys,
+            num_prompt=len(keys),
+            root=event.root,
+            tenant=event.tenant,
+            hold=self.index.hold(keys, now_s=event.now_s),
+        )
+        self.requests[event.request] = request
+        self.loader.look(request, event.now_s)
+        self.saver.hit(request, event.now_s)
+
+    def view(self, name: str) -> Match:
+        """What is there of a request's prompt now. Changes nothing."""
+        request = self._request(name)
+        on_device, total = min(request.hold.num_blocks, request.num_prompt), request.num_prompt
+        parts: list[Part] = []
+        if on_device:
+            parts.append(Part(BlockStatus.HIT, DEVICE, 0, on_device))
+        for at in range(on_device, total):
+            status, tier = self._status(request, at)
+            if parts and parts[-1][:2] == (status, tier):
+                parts[-1] = parts[-1]._replace(end=at + 1)
+            else:
+                parts.append(Part(status, tier, at, at + 1))
+            if status is BlockStatus.MISS or (status is BlockStatus.PENDING and not request.reserved):
+                parts[-1] = parts[-1]._replace(end=total)  # nobody can say more of what comes behind
+                break
+        return Match(name, total, tuple(parts))
+
+    def _status(self, request: RequestRecord, at: int) -> tuple[BlockStatus, str | None]:
+        if request.reserved:
+            loading = any(job.start <= at < job.end for job in request.loads)
+            return (BlockStatus.PENDING if loading else BlockStatus.MISS), None
+        tier = self.loader.where(request, at)
+        if tier is not None:
+            return BlockStatus.HIT, tier
+        pending = request.looks or request.keys[at] in self.pending
+        return (BlockStatus.PENDING if pending else BlockStatus.MISS), None
+
+    # --- a request takes slots ----------------------------------------------------------------------------------------
+
+    def _wanted(self, event: ev.Wanted) -> None:
+        request = self._request(event.request)
+        first = not request.reserved
+        if first:
+            self.index.advance(request.hold, request.keys[request.hold.num_blocks :], now_s=event.now_s)
+        have = request.hold.num_blocks if first else request.num_blocks
+        num_wanted = max(0, event.num_blocks - have)
+        self._make_way(request, num_wanted, event.now_s)
+        taken = self.slots.take(num_wanted)
+        if taken is None:
+            return
+        slots, victims = taken
+        self._bury(victims)
+        request.own.extend(slots)
+        if first:
+            request.base = have
+            request.reserved_s = event.now_s
+        for key in request.keys[have : request.num_blocks]:
+            self.pending.setdefault(key, event.request)
+        self._out.append(ev.Granted(request=event.request, slots=self._table(request)))
+        if first:
+            self.loader.stop_looking(request)
+            if event.load:
+                self.loader.load(request, event.now_s)
+            self._settle(request, event.now_s)
+        self._clean(event.now_s)
+
+    def _make_way(self, request: RequestRecord, num_wanted: int, now_s: float) -> None:
+        """What requests that only wait hold goes last, but before one that would run is refused; the newest first."""
+        if num_wanted > self.slots.num_slots:
+            return
+        for other in reversed(self.requests.values()):
+            if self.slots.num_available >= num_wanted:
+                return
+            if not other.reserved and other is not request and other.hold.num_blocks:
+                self.index.release(other.hold, now_s=now_s)
+                other.hold = self.index.hold([], now_s=now_s)
+
+    def _table(self, request: RequestRecord) -> tuple[int, ...]:
+        return (*self.index.slots(request.hold)[: request.base], *request.own)
+
+    def _gave_up(self, event: ev.GaveUp) -> None:
+        request = self._request(event.request)
+        self.loader.stop_looking(request)
+        self.loader.give_up(request)
+
+    # --- a request commits and leaves ---------------------------------------------------------------------------------
+
+    def _filled(self, event: ev.Filled) -> None:
+        request = self._request(event.request)
+        start = request.hold.num_blocks
+        end = start + len(event.keys)
+        if not request.reserved or request.ready_s is None:
+            raise InvalidInput(f"request {event.request!r} has no slots yet, or some are still being loaded")
+        if end > request.num_blocks:
+            raise InvalidInput(f"request {event.request!r} filled block {end - 1}, and has {request.num_blocks} slots")
+        named = request.keys[start:end]
+        if named != list(event.keys[: len(named)]):
+            raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
+        request.keys.extend(event.keys[len(named) :])
+        self._enter(request, event.keys, event.now_s)
+        self.saver.commit(request, event.now_s)
+        self._clean(event.now_s)
+
+    def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float) -> None:
+        """Finished blocks get into the index; those that were there already keep their earlier slot."""
+        start = request.hold.num_blocks
+        own = request.own[start - request.base : start - request.base + len(keys)]
+        if start == 0 and keys:
+            self.saver.origins[keys[0]] = (request.root, request.tenant)
+        taken = self.index.extend(request.hold, keys, own, now_s=now_s)
+        self.slots.know(slot for slot, got in zip(own, taken, strict=True) if slot == got)
+        self.accounts.add("duplicate_blocks_total", sum(slot != got for slot, got in zip(own, taken, strict=True)))
+        self._forget_pending(request.request, keys)
+        for key in keys:
+            self.ghosts.pop(key, None)
+
+    def _left(self, event: ev.Left) -> None:
+        request = self._request(event.request)
+        del self.requests[event.request]
+        self.loader.stop_looking(request)
+        locked: set[int] = set()
+        for job in request.loads:
+            if job.results is None:
+                first = job.start - request.base
+                job.slots = tuple(request.own[first : job.end - request.base])
+                job.request = None
+                locked.update(job.slots)
+                self._out.append(ev.Cancel(job=job.job))
+        for job in self.jobs:
+            if job.request == event.request:
+                job.request = None  # a Promote goes on: the next turn may want it
+        self.slots.quarantine(locked)
+        mine = [slot for slot in request.own if self.slots.state(slot) is SlotState.OWN]
+        self.slots.give_back(mine)
+        self._forget_pending(event.request, request.keys)
+        self.index.release(request.hold, now_s=event.now_s)
+        self._account(request, event.now_s)
+
+    def _forget_pending(self, name: str, keys: Iterable[BlockKey]) -> None:
+        pending = self.pending
+        for key in keys:
+            if pending.get(key) == name:
+                del pending[key]
+
+    def _account(self, request: RequestRecord, now_s: float) -> None:
+        """The bill of a request: where its prompt came from, and what that was worth."""
+        size = self.config.block_tokens
+        served = request.ready_s is not None
+        self.accounts.add("requests_total", 1, outcome="served" if served else "left_early")
+        if not served or request.ready_s is None:
+            return
+        blocks = {DEVICE: min(request.base, request.num_prompt), **request.num_loaded}
+        hits = tuple((tier, num * size) for tier, num in blocks.items() if num)
+        misses = tuple((reason.value, num * size) for reason, num in request.misses.items())
+        waited_s = request.ready_s - request.reserved_s
+        saved_s = self.cost.row_s(0, sum(blocks.values())) - waited_s
+        for tier, tokens in hits:
+            self.accounts.add("hit_tokens_total", tokens, tier=tier)
+        for reason, tokens in misses:
+            self.accounts.add("miss_tokens_total", tokens, reason=reason)
+        self.accounts.add("waited_seconds_total", waited_s)
+        self.accounts.add("saved_seconds_total", max(saved_s, 0.0))
+        self.accounts.add("lost_seconds_total", max(-saved_s, 0.0))
+        self._out.append(
+            ev.Finished(
+                request=request.request,
+                num_tokens=request.num_prompt * size,
+                hit_tokens=hits,
+                miss_tokens=misses,
+                loaded_bytes=request.loaded_bytes,
+                waited_s=waited_s,
+                saved_s=saved_s,
+            )
+        )
+
+    # --- what the hands report ----------------------------------------------------------------------------------------
+
+    def _copied(self, event: ev.Copied) -> None:
+        job = self.jobs.get(event.job)
+        if job is not None:
+            self.saver.copied(job)
+
+    def _job_done(self, event: ev.JobDone) -> None:
+        job = self.jobs.end(event.job)
+        if job is None:
+            return
+        tier = self.tiers[job.store]
+        if len(event.results) != job.end - job.start:
+            self._end(job, ("failed",) * (job.end - job.start), Failure.FAILED, event.now_s)
+            return
+        if job.kind is JobKind.LOAD:
+            tier.loading.measured(event.num_bytes, event.seconds)
+        elif job.kind is JobKind.SAVE:
+            tier.saving.measured(event.num_bytes, event.seconds)
+        self._end(job, event.results, None, event.now_s)
+
+    def _job_failed(self, event: ev.JobFailed) -> None:
+        job = self.jobs.end(event.job)
+        if job is not None:
+            result = "failed" if event.failure is Failure.FAILED else "late"
+            self._end(job, (result,) * (job.end - job.start), event.failure, event.now_s)
+
+    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
+        self.jobs.judge(job, results, failure, now_s)
+        request = self.requests.get(job.request) if job.request is not None else None
+        if job.kind is JobKind.SAVE:
+            self.saver.ended(job, results, request, now_s)
+        elif job.kind is JobKind.LOAD:
+            job.results = results
+            self.slots.absolve(job.slots)
+            if request is not None:
+                self._settle(request, now_s)
+        elif request is not None and not request.reserved:
+            if job.kind is JobKind.PROMOTE:
+                self.loader.promoted(request, job, results)
+            else:
+                self.loader.looked(request, job, results, failure)
+                if not request.looks and self.config.prefetch:
+                    self.loader.prefetch(request, now_s)
+
+    def _settle(self, request: RequestRecord, now_s: float) -> None:
+        """When all that was to be loaded is there or is not coming, the request may compute the rest."""
+        if request.ready_s is None and self.loader.settle(request, self.ghosts, now_s) and request.num_loaded:
+            self.saver.commit(request, now_s)
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def _paced(self, event: ev.Paced) -> None:
+        if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
+            raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
+        self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
+
+    def _ticked(self, event: ev.Ticked) -> None:
+        self._clean(event.now_s)
+
+    def _store_off(self, event: ev.StoreOff) -> None:
+        self._tier(event.store).breaker.off()
+        self._out.append(ev.Tell(kind="tier_switched_off", facts=(("tier", event.store), ("why", event.why))))
+
+    def _store_on(self, event: ev.StoreOn) -> None:
+        self._tier(event.store).breaker.on()
+        self._out.append(ev.Tell(kind="tier_switched_on", facts=(("tier", event.store),)))
+
+    def _bury(self, victims: list[Victim]) -> None:
+        """Remember evicted blocks for a while, to tell them from those that never were there."""
+        self.saver.buried(victims)
+        self.accounts.add("evicted_blocks_total", len(victims), tier=DEVICE)
+        for victim in victims:
+            self.ghosts[victim.key] = None
+        while len(self.ghosts) > self.num_ghosts:
+            del self.ghosts[next(iter(self.ghosts))]
+
+    def _clean(self, now_s: float) -> None:
+        if self.slots.num_free * _LOW_SHARE < self.slots.num_slots:
+            self.saver.clean(now_s)
+
+    def _request(self, name: str) -> RequestRecord:
+        request = self.requests.get(name)
+        if request is None:
+            raise InvalidInput(f"there is no request {name!r}: it has not asked, or has left")
+        return request
+
+    def _tier(self, name: str) -> Tier:
+        if name not in self.tiers:
+            raise InvalidInput(f"there is no tier {name!r}; there are: {', '.join(self.tiers) or 'none'}")
+        return self.tiers[name]

@@ -1,0 +1,282 @@
+"""What the brain hears and what it says: plain values that survive JSON.
+
+Events come in (what an engine asks for, what became of a job), instructions go out (what the hands shall do, what the
+engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and hands
+may live in different processes, and an incident is a file of events that can be handled again (`encode`, `decode`).
+
+Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
+A *job* is one instruction to the hands, by number. Each job ends with exactly one JobDone or JobFailed, whatever
+happens to it; what comes after that is ignored.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, Final
+
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+
+NO_TENANT: Final = bytes(16)
+
+
+class MissReason(enum.StrEnum):
+    """Why a block had to be computed."""
+
+    NEVER_STORED = "never_stored"
+    EVICTED = "evicted"  # it was known once, or a store said it had it and then had not
+    FAILED = "failed"  # a store could not be asked or read
+    CORRUPT = "corrupt"  # what was read did not verify
+    TOO_LATE = "too_late"  # an answer or the bytes did not come in time
+    NOT_WORTH_IT = "not_worth_it"  # computing was expected to be faster than loading
+
+
+class Failure(enum.StrEnum):
+    """Why a job ended without a result."""
+
+    FAILED = "failed"
+    LATE = "late"
+    CANCELLED = "cancelled"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened."""
+
+    now_s: float
+
+
+# --- what an engine says ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived(Event):
+    """A request asks what is there of its prompt. It may ask again until it has reserved."""
+
+    request: str
+    keys: tuple[BlockKey, ...]  # of the prompt's full blocks
+    root: BlockKey  # what the first of them builds on
+    tenant: bytes = NO_TENANT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Event):
+    """A request wants slots for its first `num_blocks` blocks, and what pays to be loaded into them."""
+
+    request: str
+    num_blocks: int
+    load: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Filled(Event):
+    """The next blocks of a request were computed on every rank, and these are their names (rule 1)."""
+
+    request: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp(Event):
+    """A request does not wait any longer for what is being looked up or loaded."""
+
+    request: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Left(Event):
+    """A request ended, in whatever way, or was preempted."""
+
+    request: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Paced(Event):
+    """What computing a block costs, as measured: `base_s`, and `slope_s` more for each block before it."""
+
+    base_s: float
+    slope_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked(Event):
+    """Time passed."""
+
+
+# --- what the hands say -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copied(Event):
+    """A Save has read its blocks from the device; they may change now. The job goes on."""
+
+    job: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobDone(Event):
+    """A job ended with a result per block.
+
+    For a Look "held" or "absent"; for a Load a store's get status; for Save and Promote a put status. A Load that hit
+    nothing, or a Save that stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
+    """
+
+    job: int
+    results: tuple[str, ...]
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailed(Event):
+    """A job ended without a result. A Load that failed has not written, and will not write, to its slots any more."""
+
+    job: int
+    failure: Failure
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOff(Event):
+    """A store is not to be used any more: it keeps failing verification, or was damaged (rule 8)."""
+
+    store: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOn(Event):
+    """Somebody put a store right: use it again."""
+
+    store: str
+
+
+# --- what the brain says ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """Something is to be done, or may be done."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Instruction):
+    """Work for the hands. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy."""
+
+    job: int
+    store: str
+    keys: tuple[BlockKey, ...]
+    deadline_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look(Job):
+    """Ask a store which blocks it has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Job):
+    """Read and verify blocks, in order, up to the first that is not to be had, into device slots."""
+
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Job):
+    """Write a row of blocks from device slots to a store, in order. `parent` is the key before the first."""
+
+    slots: tuple[int, ...]
+    parent: BlockKey
+    depth: int  # of the first
+    tenant: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Promote(Job):
+    """Copy a row of blocks, verified, from `store` to the faster store `target`."""
+
+    target: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Instruction):
+    """Nobody waits for this job any more. It still ends with an event."""
+
+    job: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(Instruction):
+    """The engine may use these slots for a request: all of them, from its first block on."""
+
+    request: str
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Instruction):
+    """What the cache did for a request, in tokens; hits and misses add up to the prompt's full blocks."""
+
+    request: str
+    num_tokens: int
+    hit_tokens: tuple[tuple[str, int], ...]  # by tier
+    miss_tokens: tuple[tuple[str, int], ...]  # by reason
+    loaded_bytes: int
+    waited_s: float  # from the first question until the slots were ready to compute in
+    saved_s: float  # what computing the hits would have cost, less the waiting; may be negative
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tell(Instruction):
+    """Something a person should know."""
+
+    kind: str
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+_KINDS: Final[dict[str, type[Event | Instruction]]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Arrived, Wanted, Filled, GaveUp, Left, Paced, Ticked, Copied, JobDone, JobFailed, StoreOff, StoreOn),
+        *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell),
+    )
+}
+
+
+def encode(value: Event | Instruction) -> dict[str, Any]:
+    """A value as plain JSON: what it is, and its fields. Bytes become `#` and hex, text that begins so gets a `=`."""
+    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {"is": type(value).__name__, **fields}
+
+
+def decode(document: Mapping[str, Any]) -> Event | Instruction:
+    """What `encode` made. Raises InvalidInput for what it did not make."""
+    fields = dict(document)
+    try:
+        kind = _KINDS[fields.pop("is")]
+        value = kind(**{name: _lively(field) for name, field in fields.items()})
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(f"neither an event nor an instruction: {error!r}") from error
+    if isinstance(value, JobFailed):
+        return dataclasses.replace(value, failure=Failure(value.failure))
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return f"#{value.hex()}"
+    if isinstance(value, str):
+        return f"={value}" if value.startswith(("#", "=")) else str(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _lively(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("#"):
+        return bytes.fromhex(value[1:])
+    if isinstance(value, str) and value.startswith("="):
+        return value[1:]
+    if isinstance(value, list):
+        return tuple(_lively(item) for item in value)
+    return value

@@ -1,0 +1,1 @@
+"""Which prefix do we know, in which device slot: counting only."""

@@ -1,0 +1,126 @@
+"""What a prefix index is: which blocks are on the device, who holds them, and which leaf leaves first.
+
+Pure counting over block keys and slot numbers: no bytes, no clock, no thread. Two implementations behave alike, block
+for block: `radix.py`, which is used, and `naive.py`, a dict that is easy to believe, the oracle of its tests.
+
+What enters is finished (rule 1): `extend` is called with blocks that were computed, or loaded and verified. What is
+still under way stands in the brain, never here.
+
+Invariants:
+- The block before a known block is known: a suffix never outlives its prefix. Only leaves are evicted.
+- One key, one block: `extend` is get-or-create. The slot that came second stays its bringer's own; the answer names the
+  slot that is in the index.
+- A hold (a running request) or a pin (a job that copies) keeps its block and all before it. It is taken and given back
+  in O(runs), and never moves a block to another slot.
+- Victims leave in the order of `Policy.priority`, asked when a block becomes a free leaf; among equals, who became one
+  first leaves first.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headwater.core.keys import BlockKey
+
+
+class Victim(NamedTuple):
+    """A block that has just left the index, and what was known of it."""
+
+    key: BlockKey
+    slot: int
+    depth: int
+    hits: int
+    used_s: float
+    stored: int  # bits of the stores that are believed to hold it
+
+
+class Hold:
+    """A place in the forest that its holder keeps, with all blocks before it. Made and moved by an index alone."""
+
+    __slots__ = ("at", "num_blocks")
+
+    def __init__(self, at: object, num_blocks: int) -> None:
+        self.at = at  # the index's own: where the last held block is
+        self.num_blocks = num_blocks
+
+
+class PrefixIndex(ABC):
+    """The blocks on the device, by prefix."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Blocks known."""
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Blocks that could leave, one after another, if room were needed: those that no hold or pin keeps."""
+
+    @abstractmethod
+    def find(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of a sequence are known. Changes nothing."""
+
+    @abstractmethod
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
+        """Hold the longest known prefix. Counts a hit on each of its blocks."""
+
+    @abstractmethod
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float) -> int:
+        """Move a hold over those of the next keys that are known by now, a hit on each; return how many."""
+
+    @abstractmethod
+    def extend(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float) -> "array[int]":
+        """Get or create the blocks behind a hold, and move it to the last of them.
+
+        Returns the slots that are in the index, one per key: the given one where the block was new, the earlier one
+        where it was known; then the given slot is not taken.
+        """
+
+    @abstractmethod
+    def release(self, hold: Hold, *, now_s: float) -> None:
+        """Give a hold back. Its blocks count as used until now. The hold must not be used again."""
+
+    @abstractmethod
+    def pin(self, hold: Hold, num_blocks: int | None = None) -> Hold:
+        """Keep the first blocks of a hold, or all, for a job. Counts no hit; given back by `unpin`."""
+
+    @abstractmethod
+    def unpin(self, pin: Hold) -> None:
+        """Give a pin back. It may still be passed to `mark`, for what is left of its blocks."""
+
+    @abstractmethod
+    def pin_coldest(self, bit: int) -> Hold | None:
+        """Pin the first of the next victims that lacks `bit`, to save it in time; None if they all have it."""
+
+    @abstractmethod
+    def slots(self, hold: Hold, start: int = 0) -> "array[int]":
+        """Slots of the held blocks from `start` on, in order."""
+
+    @abstractmethod
+    def keys(self, hold: Hold, start: int = 0) -> list[BlockKey]:
+        """Keys of the held blocks from `start` on, in order."""
+
+    @abstractmethod
+    def num_hot(self, hold: Hold, hits: int) -> int:
+        """How many leading held blocks were hit at least so often."""
+
+    @abstractmethod
+    def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
+        """Remember, or forget, that blocks [start, end) of a hold are in the store of this bit."""
+
+    @abstractmethod
+    def num_marked(self, hold: Hold, bit: int) -> int:
+        """How many held blocks come before those at the end that lack `bit`: where writing has to begin."""
+
+    @abstractmethod
+    def evict(self) -> Victim | None:
+        """Remove the leaf with the lowest priority that nobody holds or pins; None if there is none."""
+
+    @abstractmethod
+    def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
+        """Every block as (key, key before it, slot), in no order. For tests and snapshots; reads everything."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Raise AssertionError if the index contradicts itself. Reads everything."""

@@ -1,0 +1,108 @@
+"""Device slots: which are free, which are some request's own, which hold known blocks, which nobody may touch yet.
+
+A slot is in exactly one state, and only the moves drawn here exist:
+
+    FREE -> OWN          a request takes it, to compute or load into
+    OWN -> KNOWN         its block is finished and entered the index (it won)
+    OWN -> FREE          given back unfinished, or finished second: the block is known in another slot (it lost)
+    OWN -> QUARANTINED   given back while a job may still write there (rule 2); -> FREE when the job has ended
+    KNOWN -> FREE        its block was evicted
+
+A slot that lost stays OWN until its request ends: nothing is pulled from under a running request.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from headwater.core.errors import InvalidConfig
+from headwater.index.base import PrefixIndex, Victim
+
+
+class SlotState(enum.IntEnum):
+    """Where a slot is in its life."""
+
+    FREE = 0
+    OWN = 1
+    KNOWN = 2
+    QUARANTINED = 3
+
+
+class DeviceSlots:
+    """Counts the slots of one device. Holds no blocks: the index does."""
+
+    def __init__(self, num_slots: int, index: PrefixIndex) -> None:
+        if not 0 <= num_slots < 1 << 31:
+            raise InvalidConfig(f"num_slots must be a number of blocks, not {num_slots!r}")
+        self.num_slots: Final = num_slots
+        self._index = index
+        self._states = bytearray(num_slots)
+        self._free = list(range(num_slots - 1, -1, -1))  # taken from the end: slot 0 first
+
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `take` could hand out now, victims included."""
+        return len(self._free) + self._index.num_evictable
+
+    def take(self, num: int) -> tuple[list[int], list[Victim]] | None:
+        """Take `num` slots, all or none. Evicts what it must, and says what it evicted."""
+        if num > self.num_available:
+            return None
+        victims: list[Victim] = []
+        while len(self._free) < num:
+            victim = self._index.evict()
+            assert victim is not None, "blocks that could leave, and none does"
+            self._move([victim.slot], SlotState.KNOWN, SlotState.FREE)
+            self._free.append(victim.slot)
+            victims.append(victim)
+        taken = self._free[len(self._free) - num :][::-1]
+        del self._free[len(self._free) - num :]
+        self._move(taken, SlotState.FREE, SlotState.OWN)
+        return taken, victims
+
+    def know(self, slots: Iterable[int]) -> None:
+        """Blocks in these slots entered the index."""
+        self._move(slots, SlotState.OWN, SlotState.KNOWN)
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """A request's own slots are free again."""
+        self._move(slots, SlotState.OWN, SlotState.FREE)
+        self._free.extend(reversed(slots))
+
+    def quarantine(self, slots: Iterable[int]) -> None:
+        """A request is gone, and a job may still write into its slots."""
+        self._move(slots, SlotState.OWN, SlotState.QUARANTINED)
+
+    def absolve(self, slots: Sequence[int]) -> None:
+        """The job has ended: its slots are free."""
+        self._move(slots, SlotState.QUARANTINED, SlotState.FREE)
+        self._free.extend(reversed(slots))
+
+    def state(self, slot: int) -> SlotState:
+        """Where a slot is in its life."""
+        return SlotState(self._states[slot])
+
+    def counts(self) -> dict[SlotState, int]:
+        """How many slots are in each state."""
+        return {state: self._states.count(state) for state in SlotState}
+
+    def validate(self) -> None:
+        """Raise AssertionError if slots and index disagree. Reads everything."""
+        known = [slot for _, _, slot in self._index.blocks()]
+        assert len(set(known)) == len(known), "two blocks in one slot"
+        assert all(self._states[slot] == SlotState.KNOWN for slot in known), "a known block in a slot that is not"
+        counts = self.counts()
+        assert counts[SlotState.KNOWN] == len(known), "a slot that nobody knows"
+        assert len(set(self._free)) == len(self._free) == counts[SlotState.FREE], "the free list is wrong"
+        assert all(self._states[slot] == SlotState.FREE for slot in self._free), "a free slot that is not"
+
+    def _move(self, slots: Iterable[int], before: SlotState, after: SlotState) -> None:
+        states = self._states
+        for slot in slots:
+            assert states[slot] == before, f"slot {slot} is {SlotState(states[slot]).name}"
+            states[slot] = after
