@@ -1,6 +1,7 @@
 """VerifiedStore: every fault is a miss with its own counter and event; a tier that keeps failing is switched off."""
 
 import struct
+from collections.abc import Sequence
 
 import pytest
 
@@ -92,3 +93,15 @@ def test_the_door() -> None:
         with pytest.raises(ResourceClosed):
             reader.contains([], deadline=soon())
         assert store.contains([], deadline=soon()) == []
+
+
+def test_the_plain_word_hit_is_no_hit() -> None:
+    """It compares equal to the status, and nobody verified the bytes."""
+
+    class Careless(MemoryStore):
+        def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+            return ["hit"] * len(pages)  # type: ignore[list-item]
+
+    with Careless(1 << 20) as store:
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
+        assert read(reader, [sample_page(1)]) == [GetStatus.FAILED]

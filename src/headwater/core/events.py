@@ -129,7 +129,7 @@ class JobDone(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailed(Event):
-    """A job ended without a result. A Load that failed has not written, and will not write, to its slots any more."""
+    """A job ended without a result. A Load that failed may have written to some slots, and writes to none any more."""
 
     job: int
     failure: Failure

@@ -93,7 +93,7 @@ class VerifiedStore(Store):
                 asked = pages[start : start + portion]
                 got = self._store.get_into(asked, deadline=deadline)
                 results += [
-                    self._judge(name, buffer) if status is GetStatus.HIT else status
+                    self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status)
                     for (name, buffer), status in zip(asked, got, strict=True)
                 ]
         bad = [i for i, status in enumerate(results) if status in _FAULTS]
@@ -174,6 +174,11 @@ class VerifiedStore(Store):
 
     def _now_ms(self) -> int:
         return int(self._clock.time() * 1000)
+
+
+def _a_miss(status: object) -> GetStatus:
+    """What a store said of a page that it did not give. The plain word "hit" equals HIT, and is none."""
+    return status if isinstance(status, GetStatus) and status is not GetStatus.HIT else GetStatus.FAILED
 
 
 _FAULTS = frozenset(GetStatus(fault.value) for fault in Fault)

@@ -1,0 +1,284 @@
+"""What the hands do for each sort of job, step by step: look, load, save, promote. Runs in the threads of `worker.py`.
+
+A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
+slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
+itself: it returns a result per block, or raises, and the worker tells.
+
+Rules kept here: pages are given back only when the call that was given them has returned (3); what is scattered was
+verified in the page it is scattered from (4); a store's answers are believed only if they are one status per page.
+A job of several slices that loses its store in the middle keeps what it has: the rest is "failed".
+Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import TypeAlias, TypeVar
+
+from headwater.core.errors import InvalidInput
+from headwater.core.events import Failure, Job, Load, Look, Promote, Save
+from headwater.core.page import PageName
+from headwater.layout.frame import PageMeta
+from headwater.metrics import Metrics
+from headwater.storage.base import Clock, GetStatus, PutStatus
+from headwater.storage.sealed import put_sealed
+from headwater.transfer.ledger import JobState, Ledger
+from headwater.transfer.pages import Account, PagePool
+from headwater.transfer.staging import Staging
+from headwater.transfer.tier import Naming, Tier
+
+T = TypeVar("T")
+Item: TypeAlias = tuple[PageName, memoryview]
+
+
+class JobTrouble(Exception):
+    """A job cannot go on: how it ends, and why."""
+
+    def __init__(self, failure: Failure, why: str) -> None:
+        super().__init__(why)
+        self.failure = failure
+        self.why = why
+
+
+class StoreTrouble(JobTrouble):
+    """A store raised, or answered what is no answer."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(Failure.FAILED, why)
+
+
+def check_job(order: Job, stores: Collection[str]) -> None:
+    """Raise InvalidInput for a job that can never be done."""
+    named = {order.store, order.target} if isinstance(order, Promote) else {order.store}
+    if not named <= set(stores):
+        raise InvalidInput(f"job {order.job} names {', '.join(sorted(named))}; there are {', '.join(stores)}")
+    if isinstance(order, Promote) and len(named) == 1:
+        raise InvalidInput(f"job {order.job} promotes from {order.store} to itself")
+    if isinstance(order, Load | Save) and len(order.slots) != len(order.keys):
+        raise InvalidInput(f"job {order.job} has {len(order.keys)} blocks and {len(order.slots)} slots")
+    if math.isnan(order.deadline_s):
+        raise InvalidInput(f"job {order.job} has no deadline")
+
+
+class Hands:
+    """Does jobs, each in the calling thread. Holds no state of a job."""
+
+    def __init__(
+        self,
+        tiers: Mapping[str, Tier],
+        staging: Staging,
+        pool: PagePool,
+        ledger: Ledger,
+        *,
+        naming: Naming,
+        slice_pages: int,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._tiers = tiers
+        self._staging = staging
+        self._pool = pool
+        self._ledger = ledger
+        self._naming = naming
+        self._frame_bytes = naming.frame_bytes
+        self._slice_pages = slice_pages
+        self._clock = clock
+        self._metrics = metrics
+
+    def run(self, job: JobState) -> list[str]:
+        """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
+
+        The results of a job that ended meanwhile mean nothing.
+        """
+        order = job.order
+        if isinstance(order, Look):
+            return self._look(job, order)
+        if isinstance(order, Load):
+            return self._load(job, order)
+        if isinstance(order, Save):
+            return self._save(job, order)
+        if isinstance(order, Promote):
+            return self._promote(job, order)
+        raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
+
+    def _look(self, job: JobState, order: Look) -> list[str]:
+        held = self._contains(job, [self._naming.name(key) for key in order.keys])
+        trouble = self._tiers[order.store].trouble
+        if trouble is not None:  # a store that is down misses everything: that is no answer
+            raise StoreTrouble(trouble)
+        if job.deadline.expired:  # nor is "in doubt, or too late, False"
+            raise JobTrouble(Failure.LATE, "the answer came after the deadline")
+        return ["held" if one else "absent" for one in held]
+
+    def _load(self, job: JobState, order: Load) -> list[str]:
+        names = [self._naming.name(key) for key in order.keys]
+        results: list[str] = [GetStatus.LATE] * len(names)
+        done = 0
+        while done < len(names):
+            with self._pages(job, len(names) - done) as pages:
+                if not pages:
+                    break
+                try:
+                    got = self._read(job, self._items(names[done:], pages))
+                except StoreTrouble:
+                    if not done:
+                        raise
+                    return _fill(results, done, GetStatus.FAILED)
+                num_hits = _leading_hits(got)
+                if num_hits:
+                    with self._ledger.copying(job) as may_copy:
+                        if not may_copy:
+                            break
+                        self._staging.scatter(pages[:num_hits], order.slots[done : done + num_hits])
+            results[done : done + num_hits] = [GetStatus.HIT] * num_hits
+            job.num_bytes += self._moved(order.store, "out", num_hits)
+            done += num_hits
+            if num_hits < len(got):
+                results[done] = got[num_hits]
+                return _fill(results, done + 1, GetStatus.MISS)
+        return results
+
+    def _save(self, job: JobState, order: Save) -> list[str]:
+        metas = self._naming.metas(order)
+        there = self._contains(job, [meta.name for meta in metas])
+        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        todo = [i for i, one in enumerate(there) if not one]
+        done = 0
+        while done < len(todo):
+            with self._pages(job, len(todo) - done) as pages:
+                if not pages:
+                    break
+                slice_ = todo[done : done + len(pages)]
+                with self._ledger.copying(job) as may_copy:
+                    if not may_copy:
+                        break
+                    self._staging.gather([order.slots[i] for i in slice_], pages)
+                if done + len(slice_) == len(todo):
+                    self._ledger.copied(job)
+                    self._ledger.flush()
+                if not self._ledger.goes_on(job):
+                    break
+                try:
+                    statuses = self._seal_and_put(job, [metas[i] for i in slice_], pages)
+                except StoreTrouble:
+                    if not done:
+                        raise
+                    return _fill(results, done, PutStatus.FAILED, todo)
+            for i, status in zip(slice_, statuses, strict=True):
+                results[i] = status
+            job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
+            done += len(slice_)
+            if not all(status.held for status in statuses):
+                return _fill(results, done, PutStatus.NO_PARENT, todo)
+        return results
+
+    def _promote(self, job: JobState, order: Promote) -> list[str]:
+        names = [self._naming.name(key) for key in order.keys]
+        results: list[str] = [PutStatus.LATE] * len(names)
+        target = self._tiers[order.target]
+        done = 0
+        while done < len(names):
+            with self._pages(job, len(names) - done) as pages:
+                if not pages:
+                    break
+                items = self._items(names[done:], pages)
+                try:
+                    got = self._read(job, items)
+                    num_hits = _leading_hits(got)
+                    if not self._ledger.goes_on(job):
+                        break
+                    statuses = self._put(target, job, items[:num_hits])
+                except StoreTrouble:
+                    if not done:
+                        raise
+                    return _fill(results, done, PutStatus.FAILED)
+            results[done : done + num_hits] = statuses
+            self._moved(order.store, "out", num_hits)
+            job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
+            done += num_hits
+            if not all(status.held for status in statuses):
+                return _fill(results, done, PutStatus.NO_PARENT)
+            if num_hits < len(got):
+                late = got[num_hits] is GetStatus.LATE
+                return _fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
+        return results
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
+        """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
+        account: Account = (job.order.store, isinstance(job.order, Load))
+        number = min(num_wanted, self._slice_pages)
+        pages = self._pool.take(account, number, deadline=job.deadline, stopped=lambda: job.ended)
+        try:
+            yield pages
+        finally:
+            self._pool.give_back(account, pages)
+
+    def _items(self, names: Sequence[PageName], pages: Sequence[int]) -> list[Item]:
+        return [(name, self._staging.frame(page)) for name, page in zip(names, pages, strict=False)]
+
+    # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
+
+    def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
+        store = self._tiers[job.order.store].store
+        held = _call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
+        _require(job.order.store, held, len(names), bool)
+        return held
+
+    def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
+        reader = self._tiers[job.order.store].reader
+        got = _call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
+        # The verifier passes on what is not its own HIT, also a mere "hit", which would compare equal to one.
+        _require(job.order.store, got, len(items), GetStatus)
+        return got
+
+    def _seal_and_put(self, job: JobState, metas: list[PageMeta], pages: list[int]) -> list[PutStatus]:
+        tier = self._tiers[job.order.store]
+        unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
+        now_ms = int(self._clock.time() * 1000)
+        statuses = _call(
+            tier.name,
+            lambda: list(put_sealed(tier.store, unsealed, self._naming.layout, now_ms=now_ms, deadline=job.deadline)),
+        )
+        _require(tier.name, statuses, len(unsealed), PutStatus)
+        return statuses
+
+    def _put(self, tier: Tier, job: JobState, items: list[Item]) -> list[PutStatus]:
+        if not items:
+            return []
+        statuses = _call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
+        _require(tier.name, statuses, len(items), PutStatus)
+        return statuses
+
+    def _moved(self, tier: str, direction: str, num_pages: int) -> int:
+        num_bytes = num_pages * self._frame_bytes
+        self._metrics.count("moved_bytes_total", num_bytes, tier=tier, direction=direction)
+        return num_bytes
+
+
+def _call(store: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except BaseException as error:  # a store is foreign code: whatever it raises is that it failed
+        raise StoreTrouble(f"{store} raised {type(error).__name__}: {error}") from error
+
+
+def _require(store: str, answers: Sequence[object], number: int, kind: type) -> None:
+    if len(answers) != number:
+        raise StoreTrouble(f"{store} gave {len(answers)} answers for {number} pages")
+    if not all(isinstance(answer, kind) for answer in answers):
+        raise StoreTrouble(f"{store} gave an answer that is no {kind.__name__}")
+
+
+def _leading_hits(got: Sequence[GetStatus]) -> int:
+    return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
+
+
+def _fill(results: list[str], start: int, status: str, places: Sequence[int] | None = None) -> list[str]:
+    """Give `status` to every place from the `start`-th on, of `places` or of all. Mutates and returns `results`."""
+    for place in (range(len(results)) if places is None else places)[start:]:
+        results[place] = status
+    return results

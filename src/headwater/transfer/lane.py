@@ -1,0 +1,95 @@
+"""A lane: the jobs that wait for one store, in the order they shall begin, and the count of the threads that take them.
+
+Looks and loads come first, because somebody waits for them, then promotions, then saves; within a sort, who came first.
+Where a store has two threads or more, one is kept for looks and loads: so no load waits for a long save, and a store
+that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the ledger's
+lock guards everything here.
+
+Invariants: a job is queued, or at one thread, or over. `num_able` threads can take jobs or are at one; `num_stuck` more
+are in calls that do not return, and count again when they are back.
+"""
+
+from collections import OrderedDict
+from threading import Condition
+from typing import Final
+
+from headwater.core.events import Job, Load, Look, Promote, Save
+from headwater.metrics import Metrics
+from headwater.transfer.ledger import JobState, Ledger, Phase
+from headwater.transfer.tier import Tier
+
+RANKS: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
+
+
+class Lane:
+    """One store's queue. Every method wants the ledger's lock held, and none blocks."""
+
+    def __init__(self, tier: Tier, ledger: Ledger, *, num_threads: int, frame_bytes: int, metrics: Metrics) -> None:
+        self.tier = tier
+        self.work = Condition(ledger.lock)  # a job that a thread may take
+        self.num_able = 0
+        self.num_stuck = 0
+        self._num_threads = num_threads  # wanted
+        self._num_unhurried = 0  # promotions and saves that able threads are at
+        self._queues: tuple[OrderedDict[int, JobState], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
+        self._queued_bytes = 0
+        self._frame_bytes = frame_bytes
+        self._metrics = metrics
+
+    @property
+    def surplus(self) -> bool:
+        """Whether there are more threads than wanted, because one came back from a call it was stuck in."""
+        return self.num_able > self._num_threads
+
+    def push(self, job: JobState) -> None:
+        """Queue a job."""
+        self._queues[_rank(job)][job.order.job] = job
+        self._count(job, 1)
+        self.work.notify()
+
+    def pop(self) -> JobState | None:
+        """Take the next job that may begin, if there is one: it is the calling thread's now.
+
+        Nobody needs to be woken when a job that had to wait may begin: the thread whose return makes that so is here.
+        """
+        most_unhurried = min(self._num_threads, self.num_able) - 1 if self._num_threads > 1 else 1
+        for rank, queue in enumerate(self._queues):
+            if queue and (rank == 0 or self._num_unhurried < most_unhurried):
+                _, job = queue.popitem(last=False)
+                self._count(job, -1)
+                self._num_unhurried += rank > 0
+                job.phase = Phase.RUNNING
+                return job
+        return None
+
+    def remove(self, job: JobState) -> None:
+        """Take a job out of the queue, if it is in it."""
+        if self._queues[_rank(job)].pop(job.order.job, None) is not None:
+            self._count(job, -1)
+
+    def stick(self, job: JobState) -> None:
+        """The thread that is at a job is stuck in it."""
+        job.stuck = True
+        self.num_able -= 1
+        self.num_stuck += 1
+        self._num_unhurried -= _rank(job) > 0
+        self.work.notify_all()  # in its place another may begin
+
+    def leave(self, job: JobState) -> None:
+        """The thread that was at a job is back from it."""
+        job.phase = Phase.OVER
+        if job.stuck:
+            self.num_able += 1
+            self.num_stuck -= 1
+        else:
+            self._num_unhurried -= _rank(job) > 0
+
+    def _count(self, job: JobState, sign: int) -> None:
+        num_pages = 0 if isinstance(job.order, Look) else len(job.order.keys)
+        self._queued_bytes += sign * num_pages * self._frame_bytes
+        self._metrics.gauge("queue_jobs", sum(map(len, self._queues)), tier=self.tier.name)
+        self._metrics.gauge("queue_bytes", self._queued_bytes, tier=self.tier.name)
+
+
+def _rank(job: JobState) -> int:
+    return RANKS[type(job.order)]

@@ -1,0 +1,189 @@
+"""The ledger: which jobs are alive, who may end them, and what is still to be told. One lock, no threads of its own.
+
+Everything that must be decided in one instant is decided here: whether a copy between device and pages may begin, and
+with which event a job ends. Not here: stores, pages, deadlines (`worker.py` watches them), what a job does (`jobs.py`).
+
+Invariants:
+- A job that was admitted ends with exactly one JobDone or JobFailed; whoever is second changes nothing.
+- While a job copies from or to device slots it does not end: what would have ended it is remembered, and ends it when
+  the copy is over. No copy begins after the end, or past the deadline. So a job that ended touches no slot any more.
+- Before the JobDone of a Save there is one Copied, and after the end of a job there is none.
+- Events are delivered one at a time, in the order things happened, by one of the worker's threads, without the lock.
+"""
+
+import contextlib
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from headwater.core.events import Copied, Event, Failure, Job, JobDone, JobFailed, Save
+from headwater.metrics import Metrics
+from headwater.storage.base import Clock, Deadline
+
+log: Final = logging.getLogger("headwater")
+
+
+class Phase(enum.Enum):
+    """Where a job is, whether its end was told or not."""
+
+    QUEUED = "queued"
+    RUNNING = "running"  # a thread works on it, or is stuck in it
+    OVER = "over"
+
+
+class JobState:
+    """What has become of a job so far. Guarded by the ledger's lock."""
+
+    __slots__ = (
+        *("copied", "copying", "deadline", "ended", "failing", "kind", "num_bytes", "order", "phase", "started_s"),
+        "stuck",
+    )
+
+    def __init__(self, order: Job, clock: Clock) -> None:
+        self.order = order
+        self.kind = type(order).__name__.lower()
+        self.deadline = Deadline(order.deadline_s, clock)
+        self.phase = Phase.QUEUED
+        self.started_s: float | None = None
+        self.num_bytes = 0  # moved so far; only the job's thread counts
+        self.copying = False
+        self.copied = False  # whether Copied was said
+        self.failing: tuple[Failure, str] | None = None  # what ends it when the copy is over
+        self.stuck = False  # its thread was given up: a store's call does not return
+        self.ended = False
+
+
+class Ledger:
+    """Live jobs and untold events. Methods whose docstring says so want the lock held; the others take it."""
+
+    def __init__(self, *, clock: Clock, metrics: Metrics) -> None:
+        self.deliver: Callable[[Event], None] | None = None
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # a job ended, a page came back, an event was delivered
+        self.live: dict[int, JobState] = {}
+        self._clock = clock
+        self._metrics = metrics
+        self._outbox: deque[Event] = deque()
+        self._delivering = False
+
+    # --- lock held ----------------------------------------------------------------------------------------------------
+
+    def admit(self, job: JobState) -> None:
+        """A job is alive from now on. The lock is held."""
+        self.live[job.order.job] = job
+
+    def fail(self, job: JobState, failure: Failure, why: str) -> None:
+        """End a job without a result, now or when its copy is over; one that ended stays ended. The lock is held."""
+        if job.ended:
+            return
+        if job.copying:
+            job.failing = job.failing or (failure, why)
+            return
+        self._end(job)
+        self.say(JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why))
+        self._count(job, failure.value)
+
+    def say(self, event: Event) -> None:
+        """Put an event behind those that are to be told. The lock is held; somebody must `flush` soon."""
+        self._outbox.append(event)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to tell that nobody is telling. The lock is held."""
+        return bool(self._outbox) and not self._delivering
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every job has ended and everything was told. The lock is held."""
+        return not self.live and not self._outbox and not self._delivering
+
+    # --- lock taken ---------------------------------------------------------------------------------------------------
+
+    def done(self, job: JobState, results: Sequence[str]) -> None:
+        """End a job with its results, unless it has ended."""
+        with self.lock:
+            if job.ended:
+                return
+            self._say_copied(job)
+            self._end(job)
+            self.say(
+                JobDone(
+                    now_s=self._clock.monotonic(),
+                    job=job.order.job,
+                    results=tuple(map(str, results)),
+                    num_bytes=job.num_bytes,
+                    seconds=self._seconds(job),
+                )
+            )
+            self._count(job, "done")
+
+    def copied(self, job: JobState) -> None:
+        """A Save reads its slots no more: say so, once, unless the job has ended."""
+        with self.lock:
+            if not job.ended:
+                self._say_copied(job)
+
+    def goes_on(self, job: JobState) -> bool:
+        """Whether the next step of a job is worth taking: it has not ended and has time left."""
+        with self.lock:
+            return not job.ended and not job.deadline.expired
+
+    @contextlib.contextmanager
+    def copying(self, job: JobState) -> Iterator[bool]:
+        """Claim a job for a copy between slots and pages; False: it has ended or has no time left, so do not copy.
+
+        Nothing ends the job inside the block. What tried to, ends it at the block's end.
+        """
+        with self.lock:
+            job.copying = not job.ended and not job.deadline.expired
+        try:
+            yield job.copying
+        finally:
+            with self.lock:
+                job.copying = False
+                if job.failing is not None:
+                    self.fail(job, *job.failing)
+
+    def flush(self) -> None:
+        """Tell what is to be told, unless another thread is at it. Calls `deliver` without the lock."""
+        while True:
+            with self.lock:
+                if not self.has_news:
+                    return
+                event = self._outbox.popleft()
+                self._delivering = True
+            try:
+                if self.deliver is not None:
+                    self.deliver(event)
+            except BaseException:  # whoever listens is foreign code, and no job may suffer from what it raises
+                log.exception("nobody heard %r", event)
+            finally:
+                with self.lock:
+                    self._delivering = False
+                    self.changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _say_copied(self, job: JobState) -> None:
+        if isinstance(job.order, Save) and not job.copied:
+            job.copied = True
+            self.say(Copied(now_s=self._clock.monotonic(), job=job.order.job))
+
+    def _end(self, job: JobState) -> None:
+        """Strike a job off. The lock is held."""
+        job.ended = True
+        if job.phase is Phase.QUEUED:
+            job.phase = Phase.OVER
+        del self.live[job.order.job]
+        self.changed.notify_all()
+
+    def _seconds(self, job: JobState) -> float:
+        return 0.0 if job.started_s is None else max(0.0, self._clock.monotonic() - job.started_s)
+
+    def _count(self, job: JobState, outcome: str) -> None:
+        self._metrics.count("jobs_total", tier=job.order.store, job=job.kind, outcome=outcome)
+        if job.started_s is not None:
+            self._metrics.observe("job_seconds", self._seconds(job), tier=job.order.store, job=job.kind)

@@ -1,0 +1,93 @@
+"""A store as the hands use it, and what the pages they move are called.
+
+No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from headwater.core.errors import StoreError
+from headwater.core.events import Save
+from headwater.core.page import PageName, page_name
+from headwater.layout.frame import PageMeta, frame_bytes
+from headwater.layout.shard import WHOLE, Shard
+from headwater.layout.spec import KVLayout
+from headwater.metrics import Metrics
+from headwater.storage.base import Clock, Store
+from headwater.storage.verified import VerifiedStore
+from headwater.storage.wrappers import WrapperStore
+
+
+@runtime_checkable
+class Damageable(Protocol):
+    """A store that turns itself off when it finds itself damaged, as LocalStore does, and can be put right."""
+
+    down: StoreError | None
+
+    def revive(self) -> bool:
+        """Come in again. Blocks. True if the store is up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What a page's name and frame say besides the block: whose bytes they are, and which of a block's."""
+
+    identity: bytes
+    layout: KVLayout
+    shard: Shard = WHOLE
+    part: int = 0
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of a frame of this layout."""
+        return frame_bytes(self.layout.plane_bytes)
+
+    def name(self, key: bytes) -> PageName:
+        """How a block's page is called in every store."""
+        return page_name(key, self.shard.index, self.shard.count, part=self.part)
+
+    def metas(self, order: Save) -> list[PageMeta]:
+        """What the frames of a row of full blocks say."""
+        parents = (order.parent, *order.keys[:-1])
+        return [
+            PageMeta(
+                key=key,
+                identity=self.identity,
+                parent=parent,
+                depth=order.depth + i,
+                valid_tokens=self.layout.block_tokens,
+                tenant=order.tenant,
+                shard_index=self.shard.index,
+                shard_count=self.shard.count,
+                part=self.part,
+            )
+            for i, (key, parent) in enumerate(zip(order.keys, parents, strict=False))
+        ]
+
+
+class Tier:
+    """A store as the hands use it: written to as it is, read only through verification."""
+
+    def __init__(self, name: str, store: Store, naming: Naming, *, clock: Clock, metrics: Metrics) -> None:
+        self.name = name
+        self.store = store
+        self.reader = VerifiedStore(
+            store, identity=naming.identity, plane_bytes=naming.layout.plane_bytes, clock=clock, metrics=metrics
+        )
+        inner = store
+        while isinstance(inner, WrapperStore):
+            inner = inner.store
+        self.damageable = inner if isinstance(inner, Damageable) else None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the store is not to be used now (rule 8), as far as it knows itself. Looks at memory only."""
+        if self.damageable is not None and self.damageable.down is not None:
+            return str(self.damageable.down)
+        return "nothing but bad pages came from it" if self.reader.switched_off else None
+
+    def revive(self) -> bool:
+        """Try to put the store right. Blocks, seconds where it rebuilds. True if it may be used."""
+        self.reader.switch_on()
+        return self.damageable is None or self.damageable.revive()

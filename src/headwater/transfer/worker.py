@@ -1,0 +1,380 @@
+"""Worker: the hands' threads. Takes instructions, runs them beside the engine, and says what became of each.
+
+Each store has a queue (`lane.py`) and a few threads of its own, so that a slow store holds up nobody else's jobs. One
+more thread, the watchdog, sleeps until the next deadline. No torch here.
+
+Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
+job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
+
+Invariants:
+- Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s` + the time of one
+  copy, whatever a store, staging or the listener does, `close` included.
+- A queued job whose deadline passes is LATE and never begins. A job whose store call does not return is LATE; the
+  pages that the call was given stay its own until it returns (rule 3), and then go back without being used.
+- After the end of a job none of its slots is read or written any more (rule 2).
+- A thread that is stuck in a call is replaced, up to `max_extra_threads` per store; when the call returns, the surplus
+  ends.
+- `submit` never blocks and never calls `deliver`.
+"""
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+from typing import Final
+
+from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.core.events import Cancel, Event, Failure, Instruction, Job, Promote, StoreOff, StoreOn
+from headwater.layout.shard import WHOLE, Shard
+from headwater.layout.spec import KVLayout
+from headwater.metrics import Metrics
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.transfer.jobs import Hands, JobTrouble, check_job
+from headwater.transfer.lane import RANKS, Lane
+from headwater.transfer.ledger import JobState, Ledger, Phase
+from headwater.transfer.pages import PagePool
+from headwater.transfer.staging import Staging
+from headwater.transfer.tier import Naming, Tier
+
+log: Final = logging.getLogger("headwater")
+
+_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
+
+
+class Worker:
+    """Runs Look, Load, Save, Promote and Cancel. Owns its threads; stores, staging and metrics belong to the caller.
+
+    `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
+    may `submit`, and must not `drain` or `close`. A worker belongs to one process: after fork() make another.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        staging: Staging,
+        *,
+        layout: KVLayout,
+        identity: bytes,
+        block_tokens: int,
+        shard: Shard = WHOLE,
+        part: int = 0,
+        deliver: Callable[[Event], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        metrics: Metrics | None = None,
+        threads_per_store: int = 2,
+        max_extra_threads: int = 2,
+        slice_pages: int = 32,
+        grace_s: float = 0.25,
+    ) -> None:
+        """Start the threads. Raises InvalidInput, with none started.
+
+        `stores`, by tier, are taken as they are: reading from them goes through verification here. `layout`, `shard`
+        and `part` are those of a page: the whole block, or what one rank holds of it. Deadlines are on `clock`.
+        """
+        if not stores:
+            raise InvalidInput("a worker needs at least one store")
+        _at_least("threads_per_store", threads_per_store, 1)
+        _at_least("max_extra_threads", max_extra_threads, 0)
+        _at_least("slice_pages", slice_pages, 1)
+        _at_least("grace_s", grace_s, 0)
+        if block_tokens != layout.block_tokens:
+            raise InvalidInput(f"a page of this layout holds {layout.block_tokens} tokens, not {block_tokens}")
+        naming = Naming(identity=identity, layout=layout, shard=shard, part=part)
+        self._clock = clock
+        self._metrics = metrics if metrics is not None else Metrics()
+        self._grace_s = grace_s
+        self._max_threads = threads_per_store + max_extra_threads
+        self._ledger = Ledger(clock=clock, metrics=self._metrics)
+        self._ledger.deliver = deliver
+        self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
+        self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
+        if len(staging.frame(0)) != naming.frame_bytes:
+            raise InvalidInput(f"a frame has {naming.frame_bytes} bytes, a page of staging {len(staging.frame(0))}")
+        tiers = {name: Tier(name, store, naming, clock=clock, metrics=self._metrics) for name, store in stores.items()}
+        self._hands = Hands(
+            tiers,
+            staging,
+            self._pool,
+            self._ledger,
+            naming=naming,
+            slice_pages=slice_pages,
+            clock=clock,
+            metrics=self._metrics,
+        )
+        self._lanes = {
+            name: Lane(
+                tier,
+                self._ledger,
+                num_threads=threads_per_store,
+                frame_bytes=naming.frame_bytes,
+                metrics=self._metrics,
+            )
+            for name, tier in tiers.items()
+        }
+        self._off: dict[str, str] = {}  # stores that are not used, and why
+        self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
+        self._numbers = count()
+        self._short_of_threads: list[Lane] = []
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._watchdog = threading.Thread(target=self._keep_watch, name="headwater watchdog", daemon=True)
+        try:
+            self._watchdog.start()
+            for lane in self._lanes.values():
+                lane.num_able = threads_per_store
+                for _ in range(threads_per_store):
+                    self._start_thread(lane)
+        except RuntimeError:  # the machine has no more threads for us
+            self.close()
+            raise
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears the events. To be set before the first `submit`."""
+        return self._ledger.deliver
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None]) -> None:
+        self._ledger.deliver = deliver
+
+    @property
+    def num_held_pages(self) -> int:
+        """Staging pages that jobs or calls that did not return hold now."""
+        return self._pool.num_held
+
+    def submit(self, instructions: Iterable[Instruction]) -> None:
+        """Queue jobs, cancel jobs. Does not block. Raises InvalidInput, or ResourceClosed, with nothing taken.
+
+        After it returned, a cancelled job begins no copy any more; its JobFailed follows. Cancelling a job that has
+        ended, or was never here, changes nothing.
+        """
+        asked = list(instructions)
+        for instruction in asked:
+            self._check(instruction)
+        numbers = [job.job for job in asked if isinstance(job, Job)]
+        with self._ledger.lock:
+            if self._closed:
+                raise ResourceClosed("the worker is closed")
+            if self._ledger.deliver is None:
+                raise InvalidInput("nobody would hear what becomes of a job: set `deliver` first")
+            if len(set(numbers)) < len(numbers) or not self._ledger.live.keys().isdisjoint(numbers):
+                raise InvalidInput(f"each job needs a number of its own: {numbers}")
+            for instruction in asked:
+                if isinstance(instruction, Job):
+                    self._queue(JobState(instruction, self._clock))
+                elif isinstance(instruction, Cancel) and instruction.job in self._ledger.live:
+                    self._fail(self._ledger.live[instruction.job], Failure.CANCELLED, "nobody waits for it any more")
+            if len(numbers) < len(asked):
+                self._watch.notify()  # to tell what was cancelled
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has ended and every event was delivered. Blocks. False if that took too long."""
+        self._require_other_thread()
+        with self._ledger.changed:
+            return self._ledger.changed.wait_for(lambda: self._ledger.quiet, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Cancel every job and end the threads; idempotent. Blocks until they ended, or `timeout_s` passed: then False.
+
+        Every job's event was delivered when it returns True. After False, a store's call has not returned: its pages,
+        and so staging and the store, must stay as they are until another close() says True.
+        """
+        self._require_other_thread()
+        until = Deadline.after(timeout_s)  # the clock that waiting goes by, whatever `clock` is
+        with self._ledger.lock:
+            self._closed = True
+            for job in list(self._ledger.live.values()):
+                self._fail(job, Failure.CANCELLED, "the worker was closed")
+            for lane in self._lanes.values():
+                lane.work.notify_all()
+            self._watch.notify()
+        if self._watchdog.ident is not None:
+            self._watchdog.join(until.remaining_s)  # first, because it may be starting a thread
+        threads = [*self._threads, self._watchdog]
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(until.remaining_s)
+        left = [thread.name for thread in threads if thread.is_alive()]
+        if left:
+            log.warning("not back from a call %g s after close(), so its pages stay in use: %s", timeout_s, left)
+        return not left
+
+    def revive(self, store: str) -> bool:
+        """Put a store right that was switched off, and say StoreOn. Blocks, seconds where it is rebuilt.
+
+        False if it could not be put right. Raises InvalidInput for a store that is not here, ResourceClosed.
+        """
+        if store not in self._lanes:
+            raise InvalidInput(f"there is no store {store!r} here; there are {', '.join(self._lanes)}")
+        if self._closed:
+            raise ResourceClosed("the worker is closed")
+        if not self._lanes[store].tier.revive():
+            return False
+        with self._ledger.lock:
+            self._off.pop(store, None)
+            self._ledger.say(StoreOn(now_s=self._clock.monotonic(), store=store))
+            self._watch.notify()
+        return True
+
+    # --- taking jobs in -----------------------------------------------------------------------------------------------
+
+    def _check(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Job) and type(instruction) in RANKS:
+            check_job(instruction, self._lanes)
+        elif not isinstance(instruction, Cancel):
+            raise InvalidInput(f"not the hands' work: {instruction!r}")
+
+    def _queue(self, job: JobState) -> None:
+        if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
+            self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not Phase.OVER]
+            heapq.heapify(self._alarms)
+        self._ledger.admit(job)
+        self._lanes[job.order.store].push(job)
+        self._set_alarm(job, job.order.deadline_s)
+
+    def _fail(self, job: JobState, failure: Failure, why: str) -> None:
+        """End a job, wherever it is. The lock is held."""
+        self._lanes[job.order.store].remove(job)
+        self._ledger.fail(job, failure, why)
+
+    # --- a store's threads --------------------------------------------------------------------------------------------
+
+    def _start_thread(self, lane: Lane) -> None:
+        """Start a thread that its lane counts already. Raises RuntimeError where there is none to be had."""
+        thread = threading.Thread(
+            target=self._serve, args=(lane,), name=f"headwater {lane.tier.name} {next(self._numbers)}", daemon=True
+        )
+        self._threads = [one for one in self._threads if one.is_alive()]
+        thread.start()
+        self._threads.append(thread)
+
+    def _serve(self, lane: Lane) -> None:
+        while (job := self._next(lane)) is not None:
+            self._run(job)
+            with self._ledger.lock:
+                lane.leave(job)
+            self._ledger.flush()
+        with self._ledger.lock:
+            self._watch.notify()  # after close() it waits for the last of us
+
+    def _next(self, lane: Lane) -> JobState | None:
+        """Wait for the next job of a lane. None: the thread shall end, and is counted out."""
+        with self._ledger.lock:
+            while not self._closed and not lane.surplus:
+                job = lane.pop()
+                if job is None:
+                    lane.work.wait()
+                elif job.deadline.expired:
+                    lane.leave(job)
+                    self._ledger.fail(job, Failure.LATE, "it had not begun by its deadline")
+                    self._watch.notify()
+                else:
+                    job.started_s = self._clock.monotonic()
+                    return job
+            lane.num_able -= 1
+            return None
+
+    def _run(self, job: JobState) -> None:
+        """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
+        order = job.order
+        tiers = [
+            self._lanes[name].tier for name in (order.store, *([order.target] if isinstance(order, Promote) else []))
+        ]
+        try:
+            self._notice(tiers)
+            self._require_on(tiers)
+            results = self._hands.run(job)
+        except JobTrouble as trouble:
+            failure, why = trouble.failure, trouble.why
+        except BaseException as error:  # staging is foreign code too
+            log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
+            failure, why = Failure.FAILED, f"{type(error).__name__}: {error}"
+        else:
+            self._notice(tiers)
+            self._ledger.done(job, results)
+            return
+        self._notice(tiers)
+        with self._ledger.lock:
+            self._ledger.fail(job, failure, why)
+
+    def _notice(self, tiers: Iterable[Tier]) -> None:
+        """Say StoreOff, once, for stores that turned themselves off."""
+        for tier in tiers:
+            with self._ledger.lock:
+                trouble = tier.trouble  # asked with the lock held, so that it is not older than a revive()
+                if trouble is not None and tier.name not in self._off:
+                    self._off[tier.name] = trouble
+                    self._ledger.say(StoreOff(now_s=self._clock.monotonic(), store=tier.name, why=trouble))
+
+    def _require_on(self, tiers: Iterable[Tier]) -> None:
+        for tier in tiers:
+            why = self._off.get(tier.name)
+            if why is not None:
+                raise JobTrouble(Failure.FAILED, f"{tier.name} is off: {why}")
+
+    # --- the watchdog -------------------------------------------------------------------------------------------------
+
+    def _keep_watch(self) -> None:
+        while True:
+            with self._watch:
+                while True:
+                    wait_s = self._look_at_alarms()
+                    if self._short_of_threads or self._ledger.has_news:
+                        break
+                    if self._closed and self._ledger.quiet:
+                        return
+                    self._watch.wait(wait_s)
+                lanes, self._short_of_threads = self._short_of_threads, []
+            for lane in lanes:
+                try:
+                    self._start_thread(lane)
+                except RuntimeError as error:  # then the store has fewer threads, and its jobs end LATE
+                    log.warning("no thread to replace one that is stuck in %s: %s", lane.tier.name, error)
+                    with self._ledger.lock:
+                        lane.num_able -= 1
+            self._ledger.flush()
+
+    def _look_at_alarms(self) -> float | None:
+        """End what is overdue; seconds until the next alarm, if there is one. The lock is held."""
+        now_s = self._clock.monotonic()
+        while self._alarms and self._alarms[0][0] <= now_s:
+            _, _, job = heapq.heappop(self._alarms)
+            last_s = job.order.deadline_s + self._grace_s
+            if job.phase is Phase.QUEUED:
+                self._fail(job, Failure.LATE, "it had not begun by its deadline")
+            elif job.phase is Phase.RUNNING and now_s < last_s:
+                self._set_alarm(job, last_s)
+            elif job.phase is Phase.RUNNING and not job.copying:
+                # One that is copying ends itself: after its deadline it calls no store any more.
+                self._give_up(job)
+        if not self._alarms:
+            return None
+        return Deadline(self._alarms[0][0], self._clock).remaining_s
+
+    def _give_up(self, job: JobState) -> None:
+        """A call does not return: end the job, leave the thread to it, get another. The lock is held."""
+        lane = self._lanes[job.order.store]
+        self._ledger.fail(job, Failure.LATE, "a store's call did not return in time")
+        lane.stick(job)
+        self._metrics.event("store_stuck", store=lane.tier.name, job=job.kind)
+        if not self._closed and lane.num_able + lane.num_stuck < self._max_threads:
+            lane.num_able += 1
+            self._short_of_threads.append(lane)
+
+    def _set_alarm(self, job: JobState, at_s: float) -> None:
+        alarm = (at_s, next(self._numbers), job)
+        heapq.heappush(self._alarms, alarm)
+        if self._alarms[0] is alarm:  # the watchdog sleeps until a later one
+            self._watch.notify()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _require_other_thread(self) -> None:
+        if threading.current_thread() in (*self._threads, self._watchdog):
+            raise InvalidInput("the worker's own threads, in which `deliver` is called, cannot wait for themselves")
+
+
+def _at_least(what: str, value: float, least: int) -> None:
+    if not value >= least:
+        raise InvalidInput(f"{what} must be at least {least}, not {value}")
