@@ -1,17 +1,40 @@
 """Who leaves first: pure priorities, used by device slots and by stores alike."""
 
 from headwater.core.errors import InvalidConfig
-from headwater.policy.base import BlockFacts, Policy
+from headwater.policy.base import BlockFacts, Outlook, Policy
+from headwater.policy.history import History
 from headwater.policy.leaves import LeafOrder
 from headwater.policy.lru import Lru
+from headwater.policy.lru_k import LruK
+from headwater.policy.returns import NUM_KINDS, Returns, kind_of
+from headwater.policy.value import Value
 
-__all__ = ["BlockFacts", "LeafOrder", "Lru", "Policy", "policy_by_name"]
+__all__ = [
+    "NUM_KINDS",
+    "BlockFacts",
+    "History",
+    "LeafOrder",
+    "Lru",
+    "LruK",
+    "Outlook",
+    "Policy",
+    "Returns",
+    "Value",
+    "kind_of",
+    "policy_by_name",
+    "policy_names",
+]
 
-_POLICIES: dict[str, type[Policy]] = {Lru.name: Lru}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Lru, LruK, Value)}
+
+
+def policy_names() -> list[str]:
+    """The names of all policies."""
+    return sorted(_POLICIES)
 
 
 def policy_by_name(name: str) -> Policy:
     """The policy called `name`; an unknown one is refused with the list of those there are."""
     if name not in _POLICIES:
-        raise InvalidConfig(f"no eviction policy {name!r}; there are: {', '.join(sorted(_POLICIES))}")
+        raise InvalidConfig(f"no eviction policy {name!r}; there are: {', '.join(policy_names())}")
     return _POLICIES[name]()

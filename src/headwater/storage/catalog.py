@@ -21,7 +21,7 @@ from typing import Final
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import Header
-from headwater.policy import BlockFacts, Policy
+from headwater.policy import BlockFacts, History, Policy
 from headwater.storage.base import Deadline, PutStatus
 from headwater.storage.database import Database
 from headwater.storage.families import Families
@@ -49,7 +49,7 @@ WHERE owner <> :myself AND (:idle OR owner IN (SELECT owner FROM slots WHERE sta
 _PRIORITIES: Final = "SELECT slot, priority FROM slots WHERE slot IN (SELECT value FROM json_each(?))"
 _PUBLISH: Final = """
 UPDATE slots SET state = 2, owner = 0, name = ?, parent = ?, family = ?, depth = ?, num_bytes = ?, valid_tokens = ?,
-    expires_ms = ?, hits = 0, used_s = ?, priority = ? WHERE slot = ? AND generation = ? AND state = 1 AND owner = ?"""
+    expires_ms = ?, hits = ?, used_s = ?, priority = ? WHERE slot = ? AND generation = ? AND state = 1 AND owner = ?"""
 _PROBLEMS: Final = (
     (
         "SELECT COUNT(*) FROM slots WHERE state = 1 AND owner NOT IN (SELECT owner FROM owners)",
@@ -73,6 +73,9 @@ class Catalog:
         self.database = database
         self.mirror = Mirror()
         self._policy = policy
+        # What this process saw. Another's reads are not in it, and it is gone with the process: policies that look back
+        # get what there is, and the priorities that follow from it are in the index for all.
+        self._history: History[PageName] | None = History(lambda: self.mirror.order) if policy.looks_back else None
         self._log_kept = log_kept
         self._db = database.db
         self.families = Families(database.db)
@@ -229,6 +232,8 @@ class Catalog:
                 if not used_since and order.is_leaf(name):  # a child that went back keeps its parent
                     order.remove(name)
                     chosen.append(name)
+                    if self._history is not None:
+                        self._history.evicted(name)
         return self._unpublish(chosen, owner)
 
     def take_pages(self, names: Sequence[PageName], owner: int) -> list[Slot]:
@@ -290,12 +295,15 @@ class Catalog:
             return PutStatus.EXISTS
         if meta.depth and meta.parent_name not in self.mirror.places:
             return PutStatus.NO_PARENT
-        facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
+        if self._history is None:
+            facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
+        else:
+            facts = self._history.inserted(meta.name, meta.parent_name, now_s, depth=meta.depth, num_bytes=num_bytes)
         priority = self._policy.priority(facts)
         family = self.families.number(meta.identity, meta.tenant)
         row = (
             *(meta.name, meta.parent_name, family, meta.depth, num_bytes, meta.valid_tokens, meta.expires_at_ms),
-            *(now_s, priority, slot.slot, slot.generation, owner),
+            *(facts.hits, now_s, priority, slot.slot, slot.generation, owner),
         )
         if self._db.execute(_PUBLISH, row).rowcount != 1:
             return PutStatus.FAILED
@@ -352,15 +360,30 @@ class Catalog:
         updates = []
         for slot, (generation, more, used_s) in touched.items():
             row = self._db.execute(
-                "SELECT hits, depth, num_bytes, name FROM slots WHERE slot = ? AND generation = ? AND state = 2",
+                "SELECT hits, depth, num_bytes, name, used_s FROM slots "
+                "WHERE slot = ? AND generation = ? AND state = 2",
                 (slot, generation),
             ).fetchone()
             if row is not None:
-                facts = BlockFacts(used_s=used_s, hits=row[0] + more, depth=row[1], num_bytes=row[2])
+                facts = self._facts_of_reads(row, used_s, more)
                 priority = self._policy.priority(facts)
                 updates.append((facts.hits, used_s, priority, slot))
                 self.mirror.order.touch(PageName(row[3]), priority)
         self._db.executemany("UPDATE slots SET hits = ?, used_s = ?, priority = ? WHERE slot = ?", updates)
+
+    def _facts_of_reads(self, row: tuple[int, int, int, bytes, float], used_s: float, reads: int) -> BlockFacts:
+        hits, depth, num_bytes, name, before_s = row
+        if self._history is None:
+            return BlockFacts(used_s=used_s, hits=hits + reads, depth=depth, num_bytes=num_bytes)
+        return self._history.hit(
+            PageName(name),
+            used_s,
+            depth=depth,
+            num_bytes=num_bytes,
+            times=reads,
+            hits_before=hits,
+            used_before_s=before_s,
+        )
 
     def counts(self) -> dict[int, int]:
         """How many slots are in each state."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headwater.core.errors import InvalidConfig, ResourceClosed
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, Header, parse
-from headwater.policy import BlockFacts, LeafOrder, Lru, Policy
+from headwater.policy import BlockFacts, History, LeafOrder, Lru, Policy
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
 
 
@@ -34,6 +34,7 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
         self._entries: dict[PageName, _Entry] = {}
         self._order: LeafOrder[PageName] = LeafOrder()
+        self._history: History[PageName] | None = History(lambda: self._order) if self._policy.looks_back else None
         self._num_bytes = 0
         self._closed = False
 
@@ -42,13 +43,19 @@ class MemoryStore(Store):
         """Bytes of all frames held."""
         return self._num_bytes
 
+    def names(self) -> list[PageName]:
+        """The pages that are held, in no order."""
+        with self._lock:
+            return list(self._entries)
+
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
         """Copy frames in, evicting leaves where the limit asks for it."""
         with self._lock:
             self._require_open()
-            return [PutStatus.LATE if deadline.expired else self._put(name, frame) for name, frame in pages]
+            now_s = self._clock.time()
+            return [PutStatus.LATE if deadline.expired else self._put(name, frame, now_s) for name, frame in pages]
 
-    def _put(self, name: PageName, frame: memoryview) -> PutStatus:
+    def _put(self, name: PageName, frame: memoryview, now_s: float) -> PutStatus:
         header = parse(frame)
         if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
             return PutStatus.REFUSED
@@ -58,7 +65,7 @@ class MemoryStore(Store):
         if held is not None and 0 < held.header.meta.expires_at_ms <= self._clock.time() * 1000:
             self._remove(name)
         elif held is not None:
-            self._touch(name)
+            self._touch(name, now_s, times=0)
             return PutStatus.EXISTS
         if header.meta.depth and header.meta.parent_name not in self._entries:
             return PutStatus.NO_PARENT
@@ -67,8 +74,10 @@ class MemoryStore(Store):
             if victim is None:
                 return PutStatus.NO_ROOM
             self._num_bytes -= len(self._entries.pop(victim[0]).frame)
+            if self._history is not None:
+                self._history.evicted(victim[0])
         entry = self._entries[name] = _Entry(bytes(frame), header)
-        self._order.add(name, header.meta.parent_name, self._priority(entry))
+        self._order.add(name, header.meta.parent_name, self._policy.priority(self._facts(name, entry, now_s)))
         self._num_bytes += len(frame)
         return PutStatus.STORED
 
@@ -88,7 +97,7 @@ class MemoryStore(Store):
             return GetStatus.SHORT
         buffer[:] = entry.frame
         entry.hits += 1
-        self._touch(name)
+        self._touch(name, self._clock.time(), times=1)
         return GetStatus.HIT
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
@@ -121,15 +130,19 @@ class MemoryStore(Store):
         if self._closed:
             raise ResourceClosed("the store is closed")
 
-    def _priority(self, entry: _Entry) -> float:
-        used_s, meta = self._clock.time(), entry.header.meta
-        facts = BlockFacts(used_s=used_s, hits=entry.hits, depth=meta.depth, num_bytes=len(entry.frame))
-        return self._policy.priority(facts)
+    def _facts(self, name: PageName, entry: _Entry, now_s: float, *, times: int = 1) -> BlockFacts:
+        meta, num_bytes = entry.header.meta, len(entry.frame)
+        if self._history is None:
+            return BlockFacts(used_s=now_s, hits=entry.hits, depth=meta.depth, num_bytes=num_bytes)
+        if name in self._order:
+            return self._history.hit(name, now_s, depth=meta.depth, num_bytes=num_bytes, times=times)
+        return self._history.inserted(name, meta.parent_name, now_s, depth=meta.depth, num_bytes=num_bytes)
 
     def _remove(self, name: PageName) -> None:
         for gone in list(self._order.subtree(name)):
             self._order.remove(gone)
             self._num_bytes -= len(self._entries.pop(gone).frame)
 
-    def _touch(self, name: PageName) -> None:
-        self._order.touch(name, self._priority(self._entries[name]))
+    def _touch(self, name: PageName, now_s: float, *, times: int) -> None:
+        facts = self._facts(name, self._entries[name], now_s, times=times)
+        self._order.touch(name, self._policy.priority(facts))
