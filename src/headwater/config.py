@@ -2,14 +2,18 @@
 
 import enum
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from headwater.core.errors import InvalidConfig
 
 MIN_LIMIT_BYTES: Final = 8 << 20
+DEFAULT_PORT: Final = 8000
+HOST_BYTES: Final = 256 << 20  # of a host tier that a server makes, and
+DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
 
 
 class Durability(enum.StrEnum):
@@ -91,7 +95,8 @@ class CacheConfig:
     tiers: tuple[TierConfig, ...] = ()
     policy: str = "value"
     prefetch: bool = True  # bring what a waiting request needs from slower stores to the fastest
-    ghosts: int | None = None  # keys of evicted blocks that are remembered; None: four times the slots
+    ghosts: int | None = None  # evicted blocks that are remembered; None: four times the slots
+    weigh_cost: bool = False  # whether `value` keeps deep blocks, dear to compute, longer. See docs/LOG.md: no gain yet
     compute_base_s: float = 0.0  # cost of computing a block until it is measured; see `events.Paced`
     compute_slope_s: float = 0.0
 
@@ -114,6 +119,66 @@ class CacheConfig:
                 raise InvalidConfig(f"{name} must be a number of seconds, not {value!r}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """A server: what it listens on, the model, the tiers, the limits. See `headwater serve --help`."""
+
+    model: Path  # a Hugging Face directory
+    name: str | None = None  # what clients call it; None: the directory's name
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT  # 0: any free one
+    api_key: str | None = field(default=None, repr=False)  # None: nobody is asked for one
+    device: str = "cpu"
+    dtype: str | None = None  # None: the model's own
+    kv: str = "auto"
+    block_tokens: int = 16
+    num_blocks: int | None = None  # of KV on the device; or
+    device_bytes: int | None = None  # their bytes; neither: most of a GPU's free memory, a GiB of a CPU's
+    host_directory: Path | None = None  # None: no host tier
+    host_bytes: int | None = None  # None: the directory's own limit, HOST_BYTES for a new one
+    disk_directory: Path | None = None
+    disk_bytes: int | None = None
+    max_body_bytes: int = 8 << 20
+    max_running: int = 16
+    max_waiting: int = 256
+    step_tokens: int = 2048
+    request_timeout_s: float = 600.0  # from a request's arrival to the end of its answer
+
+    def __post_init__(self) -> None:
+        """Take paths as text, refuse what cannot work."""
+        for name in ("model", "host_directory", "disk_directory"):
+            value: object = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, Path(value))
+            elif not (isinstance(value, Path) or (value is None and name != "model")):
+                raise InvalidConfig(f"{name} must be a path, not {value!r}")
+        for name in ("block_tokens", "max_body_bytes", "max_running", "max_waiting", "step_tokens"):
+            _require_count(name, getattr(self, name), 1)
+        for name in ("num_blocks", "device_bytes"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), 1)
+        for name in ("host_bytes", "disk_bytes"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
+        _require_seconds("request_timeout_s", self.request_timeout_s)
+        _require_count("port", self.port, 0)
+        if self.port > 65535:
+            raise InvalidConfig(f"port must be at most 65535, not {self.port}")
+        for name in ("host", "device", "kv"):
+            if not (isinstance(getattr(self, name), str) and getattr(self, name)):
+                raise InvalidConfig(f"{name} must be text, not {getattr(self, name)!r}")
+        if self.name is not None and not (self.name and self.name.isprintable()):
+            raise InvalidConfig(f"a model's name must be printable, not {self.name!r}")
+        if self.num_blocks is not None and self.device_bytes is not None:
+            raise InvalidConfig("say num_blocks or device_bytes, not both")
+        if self.host_directory is not None and self.host_directory == self.disk_directory:
+            raise InvalidConfig(
+                f"the host tier and the disk tier need directories of their own, not {self.host_directory}"
+            )
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise InvalidConfig("an API key is printable ASCII without spaces, and not empty")
+
+
 def _require_count(name: str, value: object, least: int) -> None:
     if not (isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62):
         raise InvalidConfig(f"{name} must be a whole number of at least {least}, not {value!r}")
@@ -130,3 +195,13 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(environ["HEADWATER_DIR"])
     base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "headwater"
+
+
+def default_host_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `headwater serve` keeps its host tier: `HEADWATER_HOST_DIR`, or a folder of the user's on tmpfs."""
+    return Path(environ.get("HEADWATER_HOST_DIR") or f"/dev/shm/headwater-{os.geteuid()}")  # noqa: S108  checked when opened
+
+
+def default_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The key that clients must show: `HEADWATER_API_KEY`; none where that is empty or missing."""
+    return environ.get("HEADWATER_API_KEY") or None

@@ -12,7 +12,8 @@ what the hands report comes from theirs. One lock keeps them apart, and is held 
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -22,7 +23,6 @@ from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed
 from headwater.core.keys import BlockKey
-from headwater.core.page import KEY_BYTES
 from headwater.metrics import Metrics
 
 log = logging.getLogger("headwater")
@@ -42,6 +42,21 @@ class Hands(Protocol):
     def close(self, timeout_s: float) -> bool:
         """End all jobs and threads; False if one did not end in time."""
         ...
+
+
+class NoHands:
+    """The hands of a cache without stores: nothing is to be done, and nothing is."""
+
+    def submit(self, instructions: Sequence[ev.Instruction]) -> None:
+        """Forget them."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Nothing to end."""
+        return True
 
 
 class Clock(Protocol):
@@ -90,7 +105,6 @@ class TieredCache:
         Ask again to see what the stores answered since. Raises InvalidInput for keys that are none, and for a request
         that is here already with other keys.
         """
-        _check(keys)
         with self._lock:
             self._handle(ev.Arrived(now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant))
             return self.brain.view(request)
@@ -134,7 +148,6 @@ class TieredCache:
 
         A block that another request committed first stays in that one's slot for others; this request keeps its own.
         """
-        _check(keys)
         with self._lock:
             self._handle(ev.Filled(now_s=self._now_s(), request=request, keys=tuple(keys)))
             return self.brain.requests[request].hold.num_blocks
@@ -212,6 +225,12 @@ class TieredCache:
                 log.warning("%s: %s", one.kind, ", ".join(f"{name}={fact}" for name, fact in one.facts))
                 self.metrics.event(one.kind, **dict(one.facts))
 
+    @contextmanager
+    def still(self) -> Iterator[Brain]:
+        """The brain, which hears nothing inside the block: for looking at it. Everybody else waits meanwhile."""
+        with self._lock:
+            yield self.brain
+
     def gauges(self) -> None:
         """Bring the gauges up to date: before they are shown."""
         with self._lock:
@@ -226,8 +245,3 @@ class TieredCache:
         if record is None:
             raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
         return Progress(record.hold.num_blocks, loading=bool(record.loads))
-
-
-def _check(keys: Sequence[BlockKey]) -> None:
-    if keys and set(map(len, keys)) != {KEY_BYTES}:
-        raise InvalidInput(f"a block key has {KEY_BYTES} bytes")

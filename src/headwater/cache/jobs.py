@@ -50,7 +50,12 @@ class Jobs:
         return job
 
     def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Failure | None, now_s: float) -> None:
-        """Tell the store's breaker how a job went."""
+        """Tell the store's breaker how a job went.
+
+        A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
+        """
+        if job.kind is JobKind.PROMOTE:
+            return
         tier = self.tiers[job.store]
         if failure is Failure.CANCELLED:
             tier.breaker.unproven(now_s)
@@ -63,7 +68,17 @@ class Jobs:
     def facts(self) -> list[object]:
         """All that is under way, for snapshots."""
         return [
-            [job.job, job.kind, job.store, job.start, job.end, job.request, job.target, job.copied, job.slots]
+            [
+                job.job,
+                job.kind,
+                job.store,
+                job.start,
+                job.end,
+                job.request and job.request.request,
+                job.target,
+                job.copied,
+                job.slots,
+            ]
             for job in self
         ]
 

@@ -6,8 +6,8 @@ not to be had; what was loaded behind a hole is computed again. While a request 
 brought to the fastest.
 """
 
-from collections.abc import Callable, Container, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
@@ -19,7 +19,13 @@ from headwater.index.base import PrefixIndex
 
 _HELD: Final = frozenset({"stored", "exists"})
 
-Enter = Callable[[RequestRecord, Sequence[BlockKey], float], None]  # finished blocks of a request get into the index
+
+class Enter(Protocol):
+    """Finished blocks of a request get into the index."""
+
+    def __call__(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float, *, seen: bool) -> None:
+        """With `seen` they were not computed but loaded."""
+        ...
 
 
 class Loader:
@@ -45,7 +51,7 @@ class Loader:
             if not tier.breaker.allows(now_s):
                 request.unasked[tier.name] = MissReason.FAILED
                 continue
-            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), request=request.request)
+            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), request=request)
             request.looks[tier.name] = job.job
             deadline_s = now_s + tier.config.look_timeout_s
             self._jobs.out.append(Look(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
@@ -94,10 +100,11 @@ class Loader:
             tier, row_end = self._jobs.tiers[name], self._row_end(request, at, end)
             if not load_pays(tier, self._cost, start=at, end=row_end, block_bytes=self._jobs.block_bytes):
                 return
-            if not tier.breaker.allows(now_s):
-                request.broken = MissReason.FAILED
-                return
-            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, request=request.request)
+            if not tier.breaker.allows(now_s):  # since it was asked: a slower store may have it too
+                del request.held[name]
+                request.unasked[name] = MissReason.FAILED
+                continue
+            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, request=request)
             request.loads.append(job)
             self._jobs.out.append(
                 Load(
@@ -110,7 +117,7 @@ class Loader:
             )
             at = request.load_end = row_end
 
-    def settle(self, request: RequestRecord, ghosts: Container[BlockKey], now_s: float) -> bool:
+    def settle(self, request: RequestRecord, now_s: float) -> bool:
         """Take in what was loaded, in order. True when nothing is being loaded any more, and the rest is explained."""
         while request.loads and (results := request.loads[0].results) is not None:
             job = request.loads.pop(0)
@@ -119,7 +126,7 @@ class Loader:
             num_hit = next((i for i, result in enumerate(results) if result != "hit"), len(results))
             if num_hit:
                 end = job.start + num_hit
-                self._enter(request, request.keys[job.start : end], now_s)
+                self._enter(request, request.keys[job.start : end], now_s, seen=True)
                 self._index.mark(request.hold, job.start, end, bit=self._jobs.tiers[job.store].bit, on=True)
                 request.num_loaded[job.store] = request.num_loaded.get(job.store, 0) + num_hit
                 request.loaded_bytes += num_hit * self._jobs.block_bytes
@@ -129,14 +136,14 @@ class Loader:
         if request.loads:
             return False
         request.ready_s = now_s
-        self._explain(request, ghosts)
+        self._explain(request)
         return True
 
     def give_up(self, request: RequestRecord) -> None:
         """Load no more for a request. What is under way ends with an event, and its slots are not to be used before."""
         self._jobs.out.extend(Cancel(job=job.job) for job in request.loads if job.results is None)
 
-    def _explain(self, request: RequestRecord, ghosts: Container[BlockKey]) -> None:
+    def _explain(self, request: RequestRecord) -> None:
         """Say of each block that has to be computed why."""
         silent = next(iter(request.unasked.values()), None)
         hole: MissReason | None = None  # why the first block that no store has is a miss
@@ -144,7 +151,7 @@ class Loader:
             if self.where(request, at) is not None:
                 reason = hole or request.broken or MissReason.NOT_WORTH_IT
             else:
-                known = at < request.look_start or request.keys[at] in ghosts
+                known = at < request.look_start or request.keys[at] in self._index.ghosts
                 reason = silent or (MissReason.EVICTED if known else MissReason.NEVER_STORED)
                 hole = hole or reason
             request.misses[reason] = request.misses.get(reason, 0) + 1
@@ -163,18 +170,22 @@ class Loader:
         if at == request.look_start and self._index.num_marked(request.hold, target.bit) < at:
             return  # the fastest store lacks what the row builds on
         row_end = self._row_end(request, at, end)
-        refusal = target.refuses_save((row_end - at) * self._jobs.block_bytes, now_s)
+        tier = self._jobs.tiers[source]
+        if not (tier.closed and target.closed):
+            return
+        refusal = target.overloaded((row_end - at) * self._jobs.block_bytes)
         if refusal is not None:
             self._accounts.add("dropped_blocks_total", row_end - at, tier=target.name, reason=refusal)
             return
-        tier = self._jobs.tiers[source]
-        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, request=request.request, target=target.name)
+        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, request=request, target=target.name)
         deadline_s = now_s + tier.config.load_timeout_s
         keys = tuple(request.keys[at:row_end])
         self._jobs.out.append(Promote(job=job.job, store=source, target=target.name, keys=keys, deadline_s=deadline_s))
 
     def promoted(self, request: RequestRecord, job: JobRecord, results: Sequence[str]) -> None:
-        """Blocks came to the fastest store."""
-        held = request.held[job.target or ""]
+        """Blocks came to the fastest store. One that is being asked again meanwhile will say so itself."""
+        held = request.held.get(job.target or "")
+        if held is None:
+            return
         for at, result in enumerate(results, job.start - request.look_start):
             held[at] |= result in _HELD

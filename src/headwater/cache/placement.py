@@ -7,7 +7,7 @@ and acts on the answer.
 from dataclasses import dataclass
 from typing import Final
 
-from headwater.cache.breaker import Breaker
+from headwater.cache.breaker import Breaker, BreakerState
 from headwater.config import TierConfig
 
 _WEIGHT: Final = 0.2  # of the newest measurement
@@ -21,8 +21,8 @@ class Pace:
 
     def measured(self, num_bytes: int, seconds: float) -> None:
         """A job moved so much in such a time."""
-        if num_bytes <= 0 or seconds < 0:
-            return
+        if not (num_bytes > 0 and 0 <= seconds < float("inf")):
+            return  # neither is what is no number: it would stay for ever
         now = seconds / num_bytes
         before = self._s_per_byte
         self._s_per_byte = now if before is None else before + _WEIGHT * (now - before)
@@ -68,13 +68,25 @@ class Tier:
         self.queued_save_bytes = 0
 
     def refuses_save(self, num_bytes: int, now_s: float) -> str | None:
-        """Why so many bytes more are not to be written now; None if they are. May let a breaker's probe through."""
+        """Why so many bytes more are not to be written now; None if they are: then a job has to follow.
+
+        May let a breaker's probe through.
+        """
+        return self.overloaded(num_bytes) or (None if self.breaker.allows(now_s) else "store_down")
+
+    def overloaded(self, num_bytes: int) -> str | None:
+        """Why so many bytes more are too much, behind what is queued; None if they are not."""
         queued = self.queued_save_bytes + num_bytes
         if self.queued_save_bytes and queued > self.config.max_queued_bytes:
             return "queue_full"
         if self.queued_save_bytes and self.saving.seconds(queued) > self.config.max_queued_s:
             return "too_slow"
-        return None if self.breaker.allows(now_s) else "store_down"
+        return None
+
+    @property
+    def closed(self) -> bool:
+        """Whether calls pass, without being a probe."""
+        return self.breaker.state is BreakerState.CLOSED
 
     def load_s(self, num_bytes: int) -> float:
         """How long a load should take, behind what is queued."""

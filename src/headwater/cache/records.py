@@ -27,7 +27,7 @@ class JobRecord:
     start: int  # depth of its first block
     end: int
     num_bytes: int
-    request: str | None = None  # who waits for it
+    request: "RequestRecord | None" = None  # for whom it is done; it may be gone
     target: str | None = None  # of a Promote
     pin: Hold | None = None  # of a Save: the blocks it reads
     copied: bool = False  # a Save that has read them
@@ -59,6 +59,7 @@ class RequestRecord:
     reserved_s: float = 0.0
     ready_s: float | None = None  # when nothing was being loaded any more
     misses: dict[MissReason, int] = field(default_factory=dict)
+    gone: bool = False  # it left; jobs for it may still be under way
 
     @property
     def reserved(self) -> bool:

@@ -28,24 +28,25 @@ class Saver:
         self._index = index
         self._jobs = jobs
         self._accounts = accounts
+        self._of = {when: [tier for tier in jobs.tiers.values() if tier.config.save is when] for when in SaveWhen}
         self.origins: dict[BlockKey, tuple[BlockKey, bytes]] = {}  # root and tenant of each known first block
 
     def commit(self, request: RequestRecord, now_s: float) -> None:
         """A request's blocks were finished, or loaded: write them where that is the rule."""
-        for tier in self._of(SaveWhen.COMMIT):
-            self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request.request)
+        for tier in self._of[SaveWhen.COMMIT]:
+            self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
 
     def hit(self, request: RequestRecord, now_s: float) -> None:
         """A request's blocks were hit: write those that were hit often enough."""
-        for tier in self._of(SaveWhen.HITS):
+        for tier in self._of[SaveWhen.HITS]:
             num_hot = self._index.num_hot(request.hold, tier.config.save_after_hits)
             if num_hot:
                 pin = self._index.pin(request.hold, num_hot)
-                self._save(tier, pin, request.keys, now_s, request=request.request)
+                self._save(tier, pin, request.keys, now_s, request=request)
 
     def clean(self, now_s: float) -> None:
         """Room is short: write those that leave next, where blocks are written on eviction."""
-        for tier in self._of(SaveWhen.EVICTION):
+        for tier in self._of[SaveWhen.EVICTION]:
             for _ in range(_MAX_CLEANING):
                 pin = self._index.pin_coldest(tier.bit)
                 if pin is None or not self._save(tier, pin, self._index.keys(pin), now_s, request=None):
@@ -56,7 +57,7 @@ class Saver:
         for victim in victims:
             if victim.depth == 0:
                 self.origins.pop(victim.key, None)
-            for tier in self._of(SaveWhen.EVICTION):
+            for tier in self._of[SaveWhen.EVICTION]:
                 if not victim.stored & tier.bit:
                     self._accounts.add("dropped_blocks_total", 1, tier=tier.name, reason="evicted_unsaved")
 
@@ -74,19 +75,17 @@ class Saver:
         if pin is None or first_bad is None:
             return
         bit = self._jobs.tiers[job.store].bit
-        for result in results[first_bad:]:
-            self._accounts.add("dropped_blocks_total", 1, tier=job.store, reason=result)
+        for result in results:
+            if result not in _HELD:
+                self._accounts.add("dropped_blocks_total", 1, tier=job.store, reason=result)
         lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
         self._index.mark(pin, 0 if lost_path else job.start + first_bad, job.end, bit=bit, on=False)
         if lost_path and request is not None:  # the store evicted the blocks before: write the whole path
-            self._save(
-                self._jobs.tiers[job.store], self._index.pin(request.hold), request.keys, now_s, request=job.request
-            )
+            self._save(self._jobs.tiers[job.store], self._index.pin(request.hold), request.keys, now_s, request=request)
 
-    def _of(self, when: SaveWhen) -> list[Tier]:
-        return [tier for tier in self._jobs.tiers.values() if tier.config.save is when]
-
-    def _save(self, tier: Tier, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: str | None) -> bool:
+    def _save(
+        self, tier: Tier, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: RequestRecord | None
+    ) -> bool:
         """Write what a pinned path lacks in a store; False if that had to be dropped. Takes the pin over."""
         start, end = self._index.num_marked(pin, tier.bit), pin.num_blocks
         if start == end:

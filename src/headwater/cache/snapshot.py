@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 
 
 def digest(brain: "Brain") -> str:
-    """SHA-256 over everything the brain knows. Two that heard the same events have the same."""
+    """SHA-256 over all that the brain knows, except when and how often blocks were used, and where they are saved.
+
+    Two brains that heard the same events have the same.
+    """
     blocks = sorted((key.hex(), before.hex() if before else "", slot) for key, before, slot in brain.index.blocks())
     requests = [
         [
             *(request.request, [key.hex() for key in request.keys], request.hold.num_blocks, request.base),
             *(request.own, request.looks, {name: held.hex() for name, held in request.held.items()}),
-            *([job.job for job in request.loads], request.ready_s, request.misses),
+            *([job.job for job in request.loads], request.ready_s, request.misses, request.broken, request.look_start),
+            *(request.unasked, request.num_loaded, request.loaded_bytes, request.reserved_s, request.num_prompt),
+            *(request.root.hex(), request.tenant.hex()),
         ]
         for request in brain.requests.values()
     ]
@@ -33,10 +38,13 @@ def digest(brain: "Brain") -> str:
     state = {
         "blocks": blocks,
         "slots": {state.name: num for state, num in brain.slots.counts().items()},
+        "free": brain.slots.free(),
+        "origins": [[key.hex(), root.hex(), tenant.hex()] for key, (root, tenant) in brain.saver.origins.items()],
+        "cost": [brain.cost.base_s, brain.cost.slope_s],
         "requests": requests,
         "jobs": brain.jobs.facts(),
         "pending": [[key.hex(), name] for key, name in brain.pending.items()],
-        "ghosts": [key.hex() for key in brain.ghosts],
+        "ghosts": [key.hex() for key in brain.index.ghosts],
         "tiers": tiers,
         "totals": sorted([name, labels, amount] for (name, labels), amount in brain.accounts.totals.items()),
     }
@@ -75,11 +83,11 @@ def validate(brain: "Brain") -> None:
         assert key in brain.requests[name].keys, "a block that nobody is about to have"
     queued: Counter[str] = Counter()
     for job in brain.jobs:
-        assert job.request is None or job.request in brain.requests or job.kind is JobKind.SAVE, "a job of nobody"
-        assert job.kind is not JobKind.LOAD or job.job in loading or job.slots or job.request is None, "a lost load"
+        waiting = job.request if job.request is not None and not job.request.gone else None
+        assert waiting is None or brain.requests.get(waiting.request) is waiting, "a job of nobody"
+        assert job.kind is not JobKind.LOAD or job.job in loading or waiting is None, "a lost load"
         queued[f"{job.kind} {job.target or job.store}"] += job.num_bytes
     for tier in brain.tiers.values():
         saves = queued[f"{JobKind.SAVE} {tier.name}"] + queued[f"{JobKind.PROMOTE} {tier.name}"]
         assert tier.queued_load_bytes == queued[f"{JobKind.LOAD} {tier.name}"], "loads do not add up"
         assert tier.queued_save_bytes == saves, "saves do not add up"
-    assert len(brain.ghosts) <= brain.num_ghosts, "too many ghosts"

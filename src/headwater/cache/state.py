@@ -32,9 +32,10 @@ from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Event, Failure, Instruction
 from headwater.core.keys import BlockKey
+from headwater.core.page import KEY_BYTES
 from headwater.index.base import PrefixIndex, Victim
 from headwater.index.radix import RadixIndex
-from headwater.index.slots import DeviceSlots, SlotState
+from headwater.index.slots import DeviceSlots
 from headwater.policy import policy_by_name
 
 _GHOSTS_PER_SLOT: Final = 4
@@ -46,15 +47,18 @@ class Brain:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.index: PrefixIndex = RadixIndex(policy_by_name(config.policy), block_bytes=config.block_bytes)
+        self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
+        self.index: PrefixIndex = RadixIndex(
+            policy_by_name(config.policy),
+            block_bytes=config.block_bytes,
+            num_ghosts=_GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts,
+            cost=self.cost.block_s if config.weigh_cost else None,
+        )
         self.slots = DeviceSlots(config.num_slots, self.index)
         self.accounts = Accounts()
         self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
-        self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
-        self.ghosts: dict[BlockKey, None] = {}  # evicted blocks, oldest first
-        self.num_ghosts = _GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts
         self._out: list[Instruction] = []
         self.jobs = Jobs(self.tiers, config.block_bytes, self._out)
         self.saver = Saver(self.index, self.jobs, self.accounts)
@@ -76,8 +80,11 @@ class Brain:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in and say what follows. Raises InvalidInput, and changes nothing, for what makes no sense."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise InvalidInput(f"a brain hears events, not {type(event).__name__}")
         self._out.clear()
-        self._handlers[type(event)](event)
+        handler(event)
         return self._out[:]
 
     def validate(self) -> None:
@@ -101,6 +108,7 @@ class Brain:
                 self.loader.look(known, event.now_s)
             return
         keys = list(event.keys)
+        _require_keys([event.root, *keys])
         request = RequestRecord(
             request=event.request,
             keys=keys,
@@ -202,42 +210,37 @@ class Brain:
         named = request.keys[start:end]
         if named != list(event.keys[: len(named)]):
             raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
+        _require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
         self._enter(request, event.keys, event.now_s)
         self.saver.commit(request, event.now_s)
         self._clean(event.now_s)
 
-    def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float) -> None:
+    def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float, *, seen: bool = False) -> None:
         """Finished blocks get into the index; those that were there already keep their earlier slot."""
         start = request.hold.num_blocks
         own = request.own[start - request.base : start - request.base + len(keys)]
         if start == 0 and keys:
             self.saver.origins[keys[0]] = (request.root, request.tenant)
-        taken = self.index.extend(request.hold, keys, own, now_s=now_s)
+        taken = self.index.extend(request.hold, keys, own, now_s=now_s, seen=seen)
         self.slots.know(slot for slot, got in zip(own, taken, strict=True) if slot == got)
         self.accounts.add("duplicate_blocks_total", sum(slot != got for slot, got in zip(own, taken, strict=True)))
         self._forget_pending(request.request, keys)
-        for key in keys:
-            self.ghosts.pop(key, None)
 
     def _left(self, event: ev.Left) -> None:
         request = self._request(event.request)
         del self.requests[event.request]
+        request.gone = True  # its saves and promotions go on: the next turn may want them
         self.loader.stop_looking(request)
         locked: set[int] = set()
         for job in request.loads:
             if job.results is None:
                 first = job.start - request.base
                 job.slots = tuple(request.own[first : job.end - request.base])
-                job.request = None
                 locked.update(job.slots)
                 self._out.append(ev.Cancel(job=job.job))
-        for job in self.jobs:
-            if job.request == event.request:
-                job.request = None  # a Promote goes on: the next turn may want it
         self.slots.quarantine(locked)
-        mine = [slot for slot in request.own if self.slots.state(slot) is SlotState.OWN]
-        self.slots.give_back(mine)
+        self.slots.give_back(self.slots.still_own(request.own))
         self._forget_pending(event.request, request.keys)
         self.index.release(request.hold, now_s=event.now_s)
         self._account(request, event.now_s)
@@ -308,7 +311,7 @@ class Brain:
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
         self.jobs.judge(job, results, failure, now_s)
-        request = self.requests.get(job.request) if job.request is not None else None
+        request = job.request if job.request is not None and not job.request.gone else None
         if job.kind is JobKind.SAVE:
             self.saver.ended(job, results, request, now_s)
         elif job.kind is JobKind.LOAD:
@@ -326,7 +329,7 @@ class Brain:
 
     def _settle(self, request: RequestRecord, now_s: float) -> None:
         """When all that was to be loaded is there or is not coming, the request may compute the rest."""
-        if request.ready_s is None and self.loader.settle(request, self.ghosts, now_s) and request.num_loaded:
+        if request.ready_s is None and self.loader.settle(request, now_s) and request.num_loaded:
             self.saver.commit(request, now_s)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
@@ -348,13 +351,9 @@ class Brain:
         self._out.append(ev.Tell(kind="tier_switched_on", facts=(("tier", event.store),)))
 
     def _bury(self, victims: list[Victim]) -> None:
-        """Remember evicted blocks for a while, to tell them from those that never were there."""
+        """Blocks were evicted."""
         self.saver.buried(victims)
         self.accounts.add("evicted_blocks_total", len(victims), tier=DEVICE)
-        for victim in victims:
-            self.ghosts[victim.key] = None
-        while len(self.ghosts) > self.num_ghosts:
-            del self.ghosts[next(iter(self.ghosts))]
 
     def _clean(self, now_s: float) -> None:
         if self.slots.num_free * _LOW_SHARE < self.slots.num_slots:
@@ -370,3 +369,9 @@ class Brain:
         if name not in self.tiers:
             raise InvalidInput(f"there is no tier {name!r}; there are: {', '.join(self.tiers) or 'none'}")
         return self.tiers[name]
+
+
+def _require_keys(keys: Sequence[BlockKey]) -> None:
+    """The index compares keys back to back: one of another length would shift all behind it."""
+    if keys and set(map(len, keys)) != {KEY_BYTES}:
+        raise InvalidInput(f"a block key has {KEY_BYTES} bytes")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headwater.core.keys import BlockKey
+from headwater.index.ghosts import Ghosts
 
 
 class Victim(NamedTuple):
@@ -38,15 +39,18 @@ class Victim(NamedTuple):
 class Hold:
     """A place in the forest that its holder keeps, with all blocks before it. Made and moved by an index alone."""
 
-    __slots__ = ("at", "num_blocks")
+    __slots__ = ("at", "num_blocks", "turns")
 
     def __init__(self, at: object, num_blocks: int) -> None:
         self.at = at  # the index's own: where the last held block is
         self.num_blocks = num_blocks
+        self.turns = 0  # how often the sequence had grown before its holder came
 
 
 class PrefixIndex(ABC):
-    """The blocks on the device, by prefix."""
+    """The blocks on the device, by prefix, and what is remembered of those that left."""
+
+    ghosts: Ghosts
 
     @abstractmethod
     def __len__(self) -> int:
@@ -70,8 +74,13 @@ class PrefixIndex(ABC):
         """Move a hold over those of the next keys that are known by now, a hit on each; return how many."""
 
     @abstractmethod
-    def extend(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float) -> "array[int]":
+    def extend(
+        self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float, seen: bool = False
+    ) -> "array[int]":
         """Get or create the blocks behind a hold, and move it to the last of them.
+
+        With `seen` they come from a store: somebody used them before. A block that is remembered goes on where it left
+        off, with one hit more.
 
         Returns the slots that are in the index, one per key: the given one where the block was new, the earlier one
         where it was known; then the given slot is not taken.
@@ -103,7 +112,7 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def num_hot(self, hold: Hold, hits: int) -> int:
-        """How many leading held blocks were hit at least so often."""
+        """How many held blocks there are up to the last that was hit at least so often."""
 
     @abstractmethod
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:

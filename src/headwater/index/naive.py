@@ -1,4 +1,8 @@
-"""The prefix index as a dict of blocks: slow, and easy to believe. The oracle of `radix.py`; nothing else uses it."""
+"""The prefix index as a dict of blocks: slow, and easy to believe. The oracle of `radix.py`; nothing else uses it.
+
+Where several blocks may leave with equal right, an oracle has no say: `free_leaves`, `priority`, `remove` and
+`pin_leaf` let a test ask whether a choice was right, and make the same one here.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -7,12 +11,14 @@ from typing import cast
 
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.ghosts import Ghosts, Past
 from headwater.policy import BlockFacts, Policy
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Block:
-    parent: BlockKey | None
+    key: BlockKey
+    parent: "_Block | None"
     depth: int
     slot: int
     used_s: float
@@ -24,7 +30,8 @@ class _Block:
 class NaiveIndex(PrefixIndex):
     """One entry per block; every question is a loop."""
 
-    def __init__(self, policy: Policy, *, block_bytes: int) -> None:
+    def __init__(self, policy: Policy, *, block_bytes: int, num_ghosts: int = 0) -> None:
+        self.ghosts = Ghosts(num_ghosts)
         self._policy = policy
         self._block_bytes = block_bytes
         self._blocks: dict[BlockKey, _Block] = {}
@@ -36,7 +43,7 @@ class NaiveIndex(PrefixIndex):
     @property
     def num_evictable(self) -> int:
         """Blocks that no hold or pin keeps."""
-        kept = {key for key, block in self._blocks.items() if block.guards for key in self._path(key)}
+        kept = {before.key for block in self._blocks.values() if block.guards for before in _path(block)}
         return len(self._blocks) - len(kept)
 
     def find(self, keys: Sequence[BlockKey]) -> int:
@@ -51,74 +58,76 @@ class NaiveIndex(PrefixIndex):
 
     def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float) -> int:
         """Move a hold over those of the next keys that are known by now."""
-        found = keys[: self.find(keys)]
-        for key in found:
-            self._blocks[key].hits += 1
-            self._blocks[key].used_s = now_s
-        if found:
-            self._guard(hold, -1)
-            hold.at, hold.num_blocks = found[-1], hold.num_blocks + len(found)
-            self._guard(hold, 1)
-        return len(found)
+        num_found = self.find(keys)
+        for key in keys[:num_found]:
+            block = self._blocks[key]
+            block.hits += 1
+            block.used_s = now_s
+            self._move(hold, block)
+        return num_found
 
-    def extend(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float) -> "array[int]":
+    def extend(
+        self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float, seen: bool = False
+    ) -> "array[int]":
         """Get or create the blocks behind a hold, and move it to the last of them."""
         num_known = self.advance(hold, keys, now_s=now_s)
         for key, slot in zip(keys[num_known:], slots[num_known:], strict=True):
-            self._blocks[key] = _Block(cast(BlockKey | None, hold.at), hold.num_blocks, slot, now_s)
-            self._guard(hold, -1)
-            hold.at, hold.num_blocks = key, hold.num_blocks + 1
-            self._guard(hold, 1)
+            past = self.ghosts.take(key)
+            hits = int(seen) if past is None else past.hits + 1
+            self._blocks[key] = _Block(key, cast(_Block | None, hold.at), hold.num_blocks, slot, now_s, hits)
+            self._move(hold, self._blocks[key])
         return array("i", [self._blocks[key].slot for key in keys])
 
     def release(self, hold: Hold, *, now_s: float) -> None:
         """Give a hold back."""
-        for key in self._path(hold.at):
-            self._blocks[key].used_s = now_s
-        self._guard(hold, -1)
+        for block in _path(hold.at):
+            block.used_s = now_s
+        self.unpin(hold)
 
     def pin(self, hold: Hold, num_blocks: int | None = None) -> Hold:
         """Keep the first blocks of a hold, or all, for a job."""
-        path = self._path(hold.at)[:num_blocks]
-        pin = Hold(path[-1] if path else None, len(path))
-        self._guard(pin, 1)
-        return pin
+        path = _path(hold.at)[:num_blocks]
+        if path:
+            path[-1].guards += 1
+        return Hold(path[-1] if path else None, len(path))
 
     def unpin(self, pin: Hold) -> None:
         """Give a pin back."""
-        self._guard(pin, -1)
+        if pin.at is not None:
+            cast(_Block, pin.at).guards -= 1
 
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the first of the next victims that lacks `bit`."""
-        for key in self.free_leaves():
-            block = self._blocks[key]
-            if not block.marks & bit:
-                block.guards += 1
-                return Hold(key, block.depth + 1)
-        return None
+        return next((self.pin_leaf(key) for key in self.free_leaves() if not self._blocks[key].marks & bit), None)
+
+    def pin_leaf(self, key: BlockKey) -> Hold:
+        """Pin a known block, and all before it."""
+        block = self._blocks[key]
+        block.guards += 1
+        return Hold(block, block.depth + 1)
 
     def slots(self, hold: Hold, start: int = 0) -> "array[int]":
         """Slots of the held blocks from `start` on."""
-        return array("i", [self._blocks[key].slot for key in self.keys(hold, start)])
+        return array("i", [block.slot for block in _path(hold.at)[start:]])
 
     def keys(self, hold: Hold, start: int = 0) -> list[BlockKey]:
         """Keys of the held blocks from `start` on."""
-        return self._path(hold.at)[start:]
+        return [block.key for block in _path(hold.at)[start:]]
 
     def num_hot(self, hold: Hold, hits: int) -> int:
-        """How many leading held blocks were hit at least so often."""
-        return sum(self._blocks[key].hits >= hits for key in self._path(hold.at))
+        """How many held blocks there are up to the last that was hit at least so often."""
+        path = _path(hold.at)
+        return next((i + 1 for i in reversed(range(len(path))) if path[i].hits >= hits), 0)
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks [start, end) are in the store of this bit."""
-        for key in self._path(hold.at)[start:end]:
-            block = self._blocks[key]
+        for block in _path(hold.at)[start:end]:  # of an unpinned path some may be gone: that hurts nobody
             block.marks = block.marks | bit if on else block.marks & ~bit
 
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`."""
-        path = self._path(hold.at)
-        return next((i + 1 for i in reversed(range(len(path))) if self._blocks[path[i]].marks & bit), 0)
+        path = _path(hold.at)
+        return next((i + 1 for i in reversed(range(len(path))) if path[i].marks & bit), 0)
 
     def evict(self) -> Victim | None:
         """Remove the free leaf with the lowest priority."""
@@ -128,11 +137,12 @@ class NaiveIndex(PrefixIndex):
     def remove(self, key: BlockKey) -> Victim:
         """Remove a free leaf."""
         block = self._blocks.pop(key)
+        self.ghosts.add(key, Past(block.hits, block.used_s, 0))
         return Victim(key, block.slot, block.depth, block.hits, block.used_s, block.marks)
 
     def free_leaves(self) -> list[BlockKey]:
         """The blocks that may leave now, lowest priority first."""
-        parents = {block.parent for block in self._blocks.values()}
+        parents = {block.parent.key for block in self._blocks.values() if block.parent is not None}
         free = [key for key, block in self._blocks.items() if key not in parents and not block.guards]
         return sorted(free, key=self.priority)
 
@@ -142,24 +152,36 @@ class NaiveIndex(PrefixIndex):
         facts = BlockFacts(used_s=block.used_s, hits=block.hits, depth=block.depth, num_bytes=self._block_bytes)
         return self._policy.priority(facts)
 
+    def marks(self, key: BlockKey) -> int:
+        """The stores that a known block is marked with, as bits."""
+        return self._blocks[key].marks
+
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot)."""
-        return [(key, block.parent, block.slot) for key, block in self._blocks.items()]
+        return [
+            (key, None if block.parent is None else block.parent.key, block.slot) for key, block in self._blocks.items()
+        ]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
-        for block in self._blocks.values():
-            assert block.guards >= 0
-            assert block.depth == (0 if block.parent is None else self._blocks[block.parent].depth + 1)
+        for key, block in self._blocks.items():
+            parent = block.parent
+            assert block.key == key, "a block under another's key"
+            assert block.guards >= 0, "given back more often than taken"
+            assert block.depth == (0 if parent is None else parent.depth + 1), "a block at the wrong depth"
+            assert parent is None or self._blocks.get(parent.key) is parent, "a suffix without its prefix"
 
-    def _path(self, at: object) -> list[BlockKey]:
-        found: list[BlockKey] = []
-        key = cast(BlockKey | None, at)
-        while key is not None:
-            found.append(key)
-            key = self._blocks[key].parent
-        return found[::-1]
+    def _move(self, hold: Hold, block: _Block) -> None:
+        self.unpin(hold)
+        block.guards += 1
+        hold.at, hold.num_blocks = block, block.depth + 1
 
-    def _guard(self, hold: Hold, change: int) -> None:
-        if hold.at is not None:
-            self._blocks[cast(BlockKey, hold.at)].guards += change
+
+def _path(at: object) -> list[_Block]:
+    """A block and all before it, in order."""
+    found: list[_Block] = []
+    block = cast(_Block | None, at)
+    while block is not None:
+        found.append(block)
+        block = block.parent
+    return found[::-1]

@@ -11,55 +11,40 @@ need no list of who points where.
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
+from headwater.index.appraisal import Appraisal
 from headwater.index.base import Hold, PrefixIndex, Victim
-from headwater.policy import BlockFacts, Policy
+from headwater.index.ghosts import Ghosts, Past
+from headwater.index.runs import Run
+from headwater.policy import Policy
 
 _K: Final = KEY_BYTES
 _REACH: Final = 64  # how far from the next victim `pin_coldest` looks: what lies behind has time
 
 
-class _Run:
-    """Blocks in a row with one history. `start` is the depth of the first."""
-
-    __slots__ = (
-        "children", "guards", "hits", "keys", "marks", "parent", "pins", "refs", "slots", "start", "ticket", "used_s",
-    )  # fmt: skip
-
-    def __init__(self, parent: "_Run | None", start: int, used_s: float) -> None:
-        self.parent = parent
-        self.start = start
-        self.keys = bytearray()
-        self.slots: array[int] = array("i")
-        self.marks = bytearray()
-        self.children: dict[bytes, _Run] | None = None
-        self.refs = 0  # holds that end here
-        self.pins = 0  # pins that end here
-        self.guards = 0  # refs + pins + children that are guarded: with any, the run cannot leave
-        self.hits = 0
-        self.used_s = used_s
-        self.ticket = 0  # of its valid entry among the free leaves; 0: it is none of them
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.slots)
-
-
 class RadixIndex(PrefixIndex):
     """The index that is used."""
 
-    def __init__(self, policy: Policy, *, block_bytes: int) -> None:
-        self._policy = policy
-        self._block_bytes = block_bytes
-        self._root = _Run(None, 0, 0.0)
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        block_bytes: int,
+        num_ghosts: int = 0,
+        cost: Callable[[int], float] | None = None,
+    ) -> None:
+        """`cost`: seconds to compute the block at a depth, given those before it; None: blocks cost the same."""
+        self.ghosts = Ghosts(num_ghosts)
+        self._worth = Appraisal(policy, block_bytes=block_bytes, cost=cost)
+        self._root = Run(None, 0, Past(0, 0.0, 0), None)
         self._num_blocks = 0
         self._num_guarded = 0
         # Free leaves: (priority, ticket, run). Entries whose ticket is no longer the run's are stale.
-        self._leaves: list[tuple[float, int, _Run]] = []
+        self._leaves: list[tuple[float, int, Run]] = []
         self._num_leaves = 0
         self._ticket = 0
 
@@ -79,7 +64,7 @@ class RadixIndex(PrefixIndex):
         run, inside = self._walk(self._root, b"".join(keys))
         return run.start + inside
 
-    def _walk(self, run: _Run, wanted: bytes) -> tuple[_Run, int]:
+    def _walk(self, run: Run, wanted: bytes) -> tuple[Run, int]:
         """Follow keys from the end of `run`. Returns the last run reached and how many of its blocks fit."""
         at, end = 0, len(wanted)
         while at < end:
@@ -88,7 +73,7 @@ class RadixIndex(PrefixIndex):
                 break
             num_bytes = min(len(child.keys), end - at)
             if child.keys[:num_bytes] != wanted[at : at + num_bytes]:
-                return child, _common(child.keys, wanted[at : at + num_bytes])
+                return child, child.num_common(wanted[at : at + num_bytes])
             if num_bytes < len(child.keys):
                 return child, num_bytes // _K
             run, at = child, at + num_bytes
@@ -108,45 +93,79 @@ class RadixIndex(PrefixIndex):
         if run is old:
             return 0
         if inside < len(run.slots):
-            run = self._split(run, inside)
+            run = run.split(inside)
         self._use(run, old, now_s, hit=True)
         self._move(hold, run)
+        hold.turns = run.past.turns + 1
         return hold.num_blocks - before
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
-    def extend(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float) -> "array[int]":
+    def extend(
+        self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float, seen: bool = False
+    ) -> "array[int]":
         """Get or create the blocks behind a hold, and move it to the last of them."""
-        start, old = hold.num_blocks, self._end_of(hold)
+        start = hold.num_blocks
         self.advance(hold, keys, now_s=now_s)
         num_known = hold.num_blocks - start
         taken = self.slots(hold, start) if num_known else array("i")
-        if num_known == len(keys):
-            return taken
-        run = cast(_Run, hold.at)
-        joined = b"".join(keys[num_known:])
-        fresh = array("i", slots[num_known:])
-        if not (run is old and run.refs == 1 and run.hits == 0 and run.children is None and run.parent is not None):
-            child = _Run(run, run.end, now_s)
+        at = num_known
+        while at < len(keys):  # rows of new blocks with the same past
+            past, end = self.ghosts.take(keys[at]), at + 1
+            while end < len(keys) and past is None and keys[end] not in self.ghosts:
+                end += 1
+            while end < len(keys) and past is not None and self.ghosts.take_like(keys[end], past):
+                end += 1
+            self._append(hold, keys[at:end], slots[at:end], past, now_s, seen=seen)
+            if seen or past is not None:  # they were here before this request: what it adds grows from them
+                hold.turns = cast(Run, hold.at).past.turns + 1
+            at = end
+        taken.extend(slots[num_known:])
+        return taken
+
+    def _append(
+        self,
+        hold: Hold,
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+        past: Past | None,
+        now_s: float,
+        *,
+        seen: bool,
+    ) -> None:
+        """New blocks with one past behind a hold: in its own run if that has the same, or in a new one."""
+        run = cast(Run, hold.at)
+        if past is None:
+            now, previous_s = Past(int(seen), now_s, hold.turns), None
+        else:
+            now, previous_s = Past(past.hits + 1, now_s, past.turns), past.used_s
+        self._worth.used(past, now, len(keys))
+        joined = b"".join(keys)
+        fits = (run.past.hits, run.past.turns, run.previous_s) == (now.hits, now.turns, previous_s)
+        if not (run.maker is hold and fits and run.children is None and run.refs == 1):
+            child = Run(run, run.end, now, previous_s)
+            child.maker = hold
             if run.children is None:
                 run.children = {}
             run.children[joined[:_K]] = child
             self._move(hold, child)
             run = child
+        num = len(keys)
+        self._worth.came(run.end, num)
         run.keys += joined
-        run.slots += fresh
-        run.marks += bytes(len(fresh))
-        run.used_s = now_s
+        run.slots.extend(slots)
+        run.marks += bytes(num)
+        run.past = now
         hold.num_blocks = run.end
-        self._num_blocks += len(fresh)
-        self._num_guarded += len(fresh)
-        taken.extend(fresh)
-        return taken
+        self._num_blocks += num
+        self._num_guarded += num
 
     def release(self, hold: Hold, *, now_s: float) -> None:
         """Give a hold back. Its blocks count as used until now."""
         run = self._end_of(hold)
         self._use(run, self._root, now_s, hit=False)
+        if run.maker is hold:
+            run.maker = None
         self._guard(run, holds=-1)
         hold.at = None
 
@@ -161,12 +180,12 @@ class RadixIndex(PrefixIndex):
 
     def unpin(self, pin: Hold) -> None:
         """Give a pin back. Its run may be cut short or gone after this; what it says of its path stays true."""
-        self._guard(cast(_Run, pin.at), pins=-1)
+        self._guard(cast(Run, pin.at), pins=-1)
 
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the next victim that is not marked with `bit`."""
-        seen: list[tuple[float, int, _Run]] = []
-        found: _Run | None = None
+        seen: list[tuple[float, int, Run]] = []
+        found: Run | None = None
         while found is None and len(seen) < _REACH and self._settle():
             seen.append(heapq.heappop(self._leaves))
             run = seen[-1][2]
@@ -184,13 +203,16 @@ class RadixIndex(PrefixIndex):
             return None
         leaves = self._leaves
         _, ticket, run = leaves[0]
-        depth = run.end - 1
+        past, depth = run.past, run.end - 1
         key = BlockKey(bytes(run.keys[-_K:]))
-        victim = Victim(key, run.slots.pop(), depth, run.hits, run.used_s, run.marks.pop())
+        victim = Victim(key, run.slots.pop(), depth, past.hits, past.used_s, run.marks.pop())
         del run.keys[-_K:]
+        self.ghosts.add(key, past)
+        self._worth.left(past, depth)
         self._num_blocks -= 1
         if run.slots:
-            heapq.heapreplace(leaves, (self._priority(run), ticket, run))
+            if not run.level:
+                heapq.heapreplace(leaves, (self._priority(run), ticket, run))
             return victim
         heapq.heappop(leaves)
         run.ticket = 0
@@ -222,22 +244,21 @@ class RadixIndex(PrefixIndex):
         ]
 
     def num_hot(self, hold: Hold, hits: int) -> int:
-        """How many leading held blocks were hit at least so often."""
-        run = cast(_Run, hold.at)
-        while run.parent is not None and run.hits < hits:  # who comes before was hit at least as often
+        """How many held blocks there are up to the last that was hit at least so often."""
+        run = cast(Run, hold.at)
+        while run.parent is not None and run.past.hits < hits:
             run = run.parent
         return min(run.end, hold.num_blocks)
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks [start, end) are in the store of this bit."""
-        table = bytes(marks | bit if on else marks & ~bit for marks in range(256))
         for run, first, last in self._parts(hold, start, end):
-            run.marks[first:last] = run.marks[first:last].translate(table)
+            run.mark(first, last, bit=bit, on=on)
 
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`."""
         at = hold.num_blocks
-        run: _Run | None = cast(_Run, hold.at)
+        run: Run | None = cast(Run, hold.at)
         while run is not None:
             while at > run.start:
                 if run.marks[at - 1 - run.start] & bit:
@@ -271,38 +292,41 @@ class RadixIndex(PrefixIndex):
                 assert child.keys[:_K] == key, "a run under another's key"
                 assert child.parent is run, "a run whose parent is another"
                 assert child.start == run.end, "a run at the wrong depth"
-                assert child.hits <= run.hits or run.parent is None, "a block used more often than the one before it"
             guards = run.refs + run.pins + sum(child.guards > 0 for _, child in children)
             assert min(run.refs, run.pins) >= 0, "given back more often than taken"
             assert run.guards == guards, "guards do not add up"
             free_leaf = run.parent is not None and not guards and not children
             assert free_leaf == (run.ticket != 0) == (id(run) in valid), "a free leaf that is not in the order"
-            assert not free_leaf or valid[id(run)] == self._priority(run), "a priority that is not the policy's"
+            timeless = free_leaf and self._worth.timeless
+            assert not timeless or valid[id(run)] == self._priority(run), "a priority that is not the policy's"
+            assert run.maker is None or run.maker.at is run, "a run that is filled by nobody"
             num_blocks += len(run.slots)
             num_guarded += len(run.slots) if guards else 0
             num_leaves += free_leaf
         assert (num_blocks, num_guarded) == (self._num_blocks, self._num_guarded), "blocks do not add up"
         assert num_leaves == self._num_leaves, "leaves do not add up"
+        assert self._worth.num_blocks == num_blocks, "blocks that were not appraised"
+        assert len(self.ghosts) <= self.ghosts.limit, "too many ghosts"
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _end_of(self, hold: Hold) -> _Run:
+    def _end_of(self, hold: Hold) -> Run:
         """The run at whose end a request's hold is. Others' holds end there too, or nowhere in it."""
-        run = cast(_Run, hold.at)
+        run = cast(Run, hold.at)
         assert run.end == hold.num_blocks, "a hold inside a run"
         return run
 
-    def _runs(self) -> Iterator[_Run]:
+    def _runs(self) -> Iterator[Run]:
         stack = [self._root]
         while stack:
             run = stack.pop()
             yield run
             stack.extend((run.children or {}).values())
 
-    def _parts(self, hold: Hold, start: int, end: int) -> list[tuple[_Run, int, int]]:
+    def _parts(self, hold: Hold, start: int, end: int) -> list[tuple[Run, int, int]]:
         """Runs of a hold's path that lie in [start, end), in order, each with the range inside it."""
         found = []
-        run: _Run | None = cast(_Run, hold.at)
+        run: Run | None = cast(Run, hold.at)
         while run is not None and run.end > start:
             first, last = max(start - run.start, 0), min(end - run.start, len(run.slots))
             if first < last:
@@ -311,28 +335,34 @@ class RadixIndex(PrefixIndex):
         found.reverse()
         return found
 
-    def _move(self, hold: Hold, run: _Run) -> None:
-        old = cast(_Run, hold.at)
+    def _move(self, hold: Hold, run: Run) -> None:
+        old = cast(Run, hold.at)
+        if old.maker is hold:
+            old.maker = None
         self._guard(run, holds=1)
         self._guard(old, holds=-1)
         hold.at, hold.num_blocks = run, run.end
 
-    def _use(self, run: _Run, until: _Run, now_s: float, *, hit: bool) -> None:
+    def _use(self, run: Run, until: Run, now_s: float, *, hit: bool) -> None:
         """Blocks of a path were used: those from behind `until` to the end of `run`."""
-        at: _Run | None = run
+        at: Run | None = run
         while at is not None and at is not until:
-            at.hits += hit
-            at.used_s = now_s
+            past = at.past
+            at.past = Past(past.hits + hit, now_s, past.turns)
+            if hit:
+                self._worth.used(past, at.past, len(at.slots))
+                at.previous_s = past.used_s
+                at.maker = None
             if at.ticket:  # a free leaf that was hit: it is about to be held, and asks again when it is free
                 self._withdraw(at)
             at = at.parent
 
-    def _guard(self, run: _Run, *, holds: int = 0, pins: int = 0) -> None:
+    def _guard(self, run: Run, *, holds: int = 0, pins: int = 0) -> None:
         """Add or remove a hold or pin; tell the runs before whether they are guarded."""
         run.refs += holds
         run.pins += pins
         change = holds + pins
-        at: _Run | None = run
+        at: Run | None = run
         while at is not None:
             was = at.guards > 0
             at.guards += change
@@ -346,14 +376,16 @@ class RadixIndex(PrefixIndex):
                 self._offer(at)
             at = at.parent
 
-    def _offer(self, run: _Run) -> None:
+    def _offer(self, run: Run) -> None:
         """Put a run among the free leaves if it is one."""
         if run.guards or run.children is not None or run.parent is None or run.ticket:
             return
         self._ticket += 1
         run.ticket = self._ticket
         self._num_leaves += 1
-        heapq.heappush(self._leaves, (self._priority(run), run.ticket, run))
+        priority = self._priority(run)
+        run.level = self._worth.priority(run.past, run.previous_s, run.start) == priority
+        heapq.heappush(self._leaves, (priority, run.ticket, run))
         if len(self._leaves) > 2 * self._num_leaves + 64:
             self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
             heapq.heapify(self._leaves)
@@ -365,40 +397,10 @@ class RadixIndex(PrefixIndex):
             heapq.heappop(leaves)
         return bool(leaves)
 
-    def _withdraw(self, run: _Run) -> None:
+    def _withdraw(self, run: Run) -> None:
         run.ticket = 0
         self._num_leaves -= 1
 
-    def _priority(self, run: _Run) -> float:
+    def _priority(self, run: Run) -> float:
         """What the last block of a run is worth."""
-        facts = BlockFacts(used_s=run.used_s, hits=run.hits, depth=run.end - 1, num_bytes=self._block_bytes)
-        return self._policy.priority(facts)
-
-    def _split(self, run: _Run, inside: int) -> _Run:
-        """Cut a run behind its first `inside` blocks. Returns the new upper part; the lower keeps its identity."""
-        parent = run.parent
-        assert parent is not None
-        assert parent.children is not None
-        assert 0 < inside < len(run.slots)
-        upper = _Run(parent, run.start, run.used_s)
-        upper.hits = run.hits
-        upper.keys, run.keys = run.keys[: inside * _K], run.keys[inside * _K :]
-        upper.slots, run.slots = run.slots[:inside], run.slots[inside:]
-        upper.marks, run.marks = run.marks[:inside], run.marks[inside:]
-        upper.children = {bytes(run.keys[:_K]): run}
-        upper.guards = int(run.guards > 0)
-        run.parent, run.start = upper, upper.end
-        parent.children[bytes(upper.keys[:_K])] = upper
-        return upper
-
-
-def _common(known: bytearray, wanted: bytes) -> int:
-    """How many leading keys two rows share. They differ somewhere."""
-    low, high = 0, len(wanted) // _K  # the first `low` are equal, the first `high` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if known[low * _K : middle * _K] == wanted[low * _K : middle * _K]:
-            low = middle
-        else:
-            high = middle
-    return low
+        return self._worth.priority(run.past, run.previous_s, run.end - 1)

@@ -12,6 +12,7 @@ A slot that lost stays OWN until its request ends: nothing is pulled from under 
 """
 
 import enum
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -37,7 +38,7 @@ class DeviceSlots:
         self.num_slots: Final = num_slots
         self._index = index
         self._states = bytearray(num_slots)
-        self._free = list(range(num_slots - 1, -1, -1))  # taken from the end: slot 0 first
+        self._free = array("i", range(num_slots - 1, -1, -1))  # taken from the end: slot 0 first
 
     @property
     def num_free(self) -> int:
@@ -57,10 +58,11 @@ class DeviceSlots:
         while len(self._free) < num:
             victim = self._index.evict()
             assert victim is not None, "blocks that could leave, and none does"
-            self._move([victim.slot], SlotState.KNOWN, SlotState.FREE)
+            assert self._states[victim.slot] == SlotState.KNOWN, "a victim in a slot that nobody knows"
+            self._states[victim.slot] = SlotState.FREE
             self._free.append(victim.slot)
             victims.append(victim)
-        taken = self._free[len(self._free) - num :][::-1]
+        taken = self._free[len(self._free) - num :].tolist()[::-1]
         del self._free[len(self._free) - num :]
         self._move(taken, SlotState.FREE, SlotState.OWN)
         return taken, victims
@@ -83,6 +85,11 @@ class DeviceSlots:
         self._move(slots, SlotState.QUARANTINED, SlotState.FREE)
         self._free.extend(reversed(slots))
 
+    def still_own(self, slots: Iterable[int]) -> list[int]:
+        """Those of a request's slots whose blocks did not enter the index, and that no job may write to."""
+        states = self._states
+        return [slot for slot in slots if states[slot] == SlotState.OWN]
+
     def state(self, slot: int) -> SlotState:
         """Where a slot is in its life."""
         return SlotState(self._states[slot])
@@ -90,6 +97,10 @@ class DeviceSlots:
     def counts(self) -> dict[SlotState, int]:
         """How many slots are in each state."""
         return {state: self._states.count(state) for state in SlotState}
+
+    def free(self) -> list[int]:
+        """The slots that hold nothing, the next to be taken last. For snapshots."""
+        return list(self._free)
 
     def validate(self) -> None:
         """Raise AssertionError if slots and index disagree. Reads everything."""

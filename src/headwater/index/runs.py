@@ -1,0 +1,81 @@
+"""A run: blocks in a row that were always used together, with one record of use. What `radix.py` is made of.
+
+Knows keys, slots and marks; nothing of holds' owners, priorities or who else is in the tree.
+"""
+
+from array import array
+from functools import cache
+from typing import Final
+
+from headwater.core.page import KEY_BYTES
+from headwater.index.base import Hold
+from headwater.index.ghosts import Past
+
+_K: Final = KEY_BYTES
+
+
+class Run:
+    """Blocks in a row with one history. `start` is the depth of the first."""
+
+    __slots__ = (
+        "children", "guards", "keys", "level", "maker", "marks", "parent", "past", "pins", "previous_s", "refs",
+        "slots", "start", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, parent: "Run | None", start: int, past: Past, previous_s: float | None) -> None:
+        self.parent = parent
+        self.start = start
+        self.keys = bytearray()
+        self.slots: array[int] = array("i")
+        self.marks = bytearray()
+        self.children: dict[bytes, Run] | None = None
+        self.refs = 0  # holds that end here
+        self.pins = 0  # pins that end here
+        self.guards = 0  # refs + pins + children that are guarded: with any, the run cannot leave
+        self.past = past
+        self.previous_s = previous_s  # the use before the last, if there was one
+        self.maker: Hold | None = None  # the hold that fills it, until somebody else uses it
+        self.level = False  # as a free leaf: whether all its blocks are worth the same
+        self.ticket = 0  # of its valid entry among the free leaves; 0: it is none of them
+
+    @property
+    def end(self) -> int:
+        """The depth behind its last block."""
+        return self.start + len(self.slots)
+
+    def split(self, inside: int) -> "Run":
+        """Cut it behind its first `inside` blocks. Returns the new upper part; the lower keeps its identity."""
+        parent = self.parent
+        assert parent is not None
+        assert parent.children is not None
+        assert 0 < inside < len(self.slots)
+        upper = Run(parent, self.start, self.past, self.previous_s)
+        upper.keys, self.keys = self.keys[: inside * _K], self.keys[inside * _K :]
+        upper.slots, self.slots = self.slots[:inside], self.slots[inside:]
+        upper.marks, self.marks = self.marks[:inside], self.marks[inside:]
+        upper.children = {bytes(self.keys[:_K]): self}
+        upper.guards = int(self.guards > 0)
+        self.parent, self.start = upper, upper.end
+        parent.children[bytes(upper.keys[:_K])] = upper
+        return upper
+
+    def num_common(self, wanted: bytes) -> int:
+        """How many of its leading keys are those of a row that differs from it somewhere."""
+        low, high = 0, len(wanted) // _K  # the first `low` are equal, the first `high` are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.keys[low * _K : middle * _K] == wanted[low * _K : middle * _K]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def mark(self, first: int, last: int, *, bit: int, on: bool) -> None:
+        """Set or clear a bit of the marks of blocks [first, last)."""
+        self.marks[first:last] = self.marks[first:last].translate(_marking(bit, on))
+
+
+@cache
+def _marking(bit: int, on: bool) -> bytes:  # noqa: FBT001  private, and cached by position
+    """What each byte of marks becomes."""
+    return bytes(marks | bit if on else marks & ~bit for marks in range(256))
