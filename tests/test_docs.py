@@ -23,9 +23,18 @@ def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert "HIT" in printed
 
 
+def test_the_example_of_the_cache_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "CACHE.md").read_text(), re.DOTALL)
+    exec(compile(example, "CACHE.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "one ['MISS'] 0" in printed
+    assert "two ['HIT'] 6" in printed
+    assert "hit_tokens=(('host', 96),)" in printed
+
+
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    for command in sorted(set(re.findall(r"\bheadwater (demo|bench \w+|ls|check|purge)\b", text))):
+    for command in sorted(set(re.findall(r"\bheadwater (demo|replay|bench \w+|ls|check|purge)\b", text))):
         subprocess.run(
             [sys.executable, "-c", "from headwater.cli import app; app()", *command.split(), "--help"],
             check=True,
@@ -40,9 +49,10 @@ def test_the_commands_in_the_documents_exist() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:core|layout|policy|storage|transfer|testing|bench)/[\w/.]+\.py)`", page.read_text()
+            r"`((?:core|layout|policy|index|cache|replay|storage|transfer|testing|bench)/[\w/.]+\.py)`",
+            page.read_text(),
         ):
-            known = (ROOT / "src" / "headwater" / name).exists() or name in ("core/block.py", "core/events.py")
+            known = (ROOT / "src" / "headwater" / name).exists() or name == "core/block.py"
             assert known, f"{page.name} names {name}"
         for link in re.findall(r"\]\(([\w/.]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"

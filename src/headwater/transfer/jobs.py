@@ -231,7 +231,6 @@ class Hands:
     def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
         reader = self._tiers[job.order.store].reader
         got = _call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        # The verifier passes on what is not its own HIT, also a mere "hit", which would compare equal to one.
         _require(job.order.store, got, len(items), GetStatus)
         return got
 
