@@ -20,6 +20,7 @@ from headwater.storage import audit
 
 if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need
+    from headwater.replay.sweep import Sweep
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
 _BAD_SHOWN: Final = 50
@@ -123,6 +124,51 @@ def report(result: Report) -> None:
     output().print(table)
     if "skipped" in document["notes"]:
         output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
+
+
+def replays(found: "Sweep") -> None:
+    """Draw what became of a trace, one line per replay."""
+    setups = [outcome.setup for outcome in found.outcomes]
+    with_store, costs = any(one.store_blocks for one in setups), any(one.costs for one in setups)
+    tiers = ("device", "store") if with_store else ()
+    moved = ("read from store", "written to store") if with_store else ()
+    saved = ("saved s",) if costs else ()
+    headings = ("blocks", "hit ratio", *tiers, "MIN", "unbounded", "evicted", *moved, *saved, "requests/s")
+    table = _table("policy", *headings, text=1)
+    unbounded = found.survey.unbounded_hit_ratio
+    for outcome in found.outcomes:
+        shares = [f"{tier.hit_blocks / outcome.requested_blocks:.4f}" for tier in outcome.tiers] if with_store else []
+        store = outcome.tiers[-1]
+        table.add_row(
+            outcome.setup.policy,
+            f"{outcome.setup.blocks:,}",
+            f"{outcome.hit_ratio:.4f}",
+            *shares,
+            f"{found.bound(outcome).min_hit_ratio:.4f}",
+            f"{unbounded:.4f}",
+            f"{outcome.tiers[0].evicted_blocks:,}",
+            *((size(store.read_bytes), size(store.written_bytes)) if with_store else ()),
+            *((f"{outcome.saved_s:,.1f}",) if costs else ()),
+            f"{outcome.requests_per_s:,.0f}",
+        )
+    output().print(table)
+    trace = found.survey
+    line = f"{found.trace.name}: {trace.num_requests:,} requests, {trace.num_blocks:,} blocks of "
+    line += f"{found.trace.block_tokens:,} tokens, {trace.num_unique_blocks:,} different"
+    output().print(Text(line), soft_wrap=True)
+    if len(found.outcomes) == 1:  # of several, --json has it
+        counts = {"missed": found.outcomes[0].missed_blocks, "not written": found.outcomes[0].dropped_blocks}
+        for what, reasons in counts.items():
+            if reasons:
+                said = ", ".join(f"{num:,} {reason}" for reason, num in sorted(reasons.items()))
+                output().print(Text(f"{what}: {said}"), soft_wrap=True)
+    cut = sum(outcome.cut_requests for outcome in found.outcomes)
+    if cut:
+        line = f"{cut:,} requests were longer than the device and were cut; what was cut off counts as missed"
+        output().print(Text(line), style="yellow", soft_wrap=True)
+    if trace.num_ids_behind_two_prefixes:
+        line = f"{trace.num_ids_behind_two_prefixes:,} ids stand behind different prefixes; each is a block of its own"
+        output().print(Text(line), style="yellow", soft_wrap=True)
 
 
 def survey(found: audit.Survey) -> None:
