@@ -1,0 +1,1 @@
+"""The reference engine, small enough for one head: models, attention on paged planes, scheduling."""

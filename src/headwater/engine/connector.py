@@ -1,0 +1,135 @@
+"""The only engine module that knows the cache: asks it, takes slots, commits what was computed, gives everything back.
+
+What is loaded and what is computed is the cache's decision, by what was measured: this module measures what computing
+costs (`measured`) and tells. A load that fails or is late has become tokens to compute by the time `loaded` says yes.
+
+The seam for layer-wise loading is `loaded`: a request starts when its blocks are there; a copy engine that fires an
+event per layer will let it start earlier.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from headwater.cache.cache import TieredCache
+from headwater.cache.match import Match
+from headwater.core.events import Finished
+from headwater.core.identity import CacheIdentity
+from headwater.core.keys import block_keys
+from headwater.engine.request import Phase, Request
+
+_FORGET: Final = 0.9  # of what earlier steps said, at each new one
+
+
+class Connector:
+    """One engine's cache. Called from the engine's thread."""
+
+    def __init__(self, cache: TieredCache, identity: CacheIdentity, *, look_s: float = 0.1) -> None:
+        """`look_s`: how long a request at the head of the queue waits for stores to say what they have."""
+        self.cache = cache
+        self.block_tokens: Final = identity.block_tokens
+        self._identity = identity
+        self._look_s = look_s
+        # Weighted sums over steps of t = a x tokens + b x (tokens x context): a least-squares fit in two unknowns.
+        self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
+
+    def ask(self, request: Request, now_s: float) -> None:
+        """Ask what is there of a request's tokens, or ask again."""
+        self._match(request, now_s)
+
+    def may_start(self, request: Request, now_s: float) -> bool:
+        """Whether the stores have said what they have, or have taken too long."""
+        return self._match(request, now_s).settled or now_s - request.asked_s >= self._look_s
+
+    def _match(self, request: Request, now_s: float) -> Match:
+        identity = replace(self._identity, salt=request.salt)
+        self._extend_keys(request, len(request.tokens) // self.block_tokens)
+        if not request.asked_s:
+            request.asked_s = now_s
+        return self.cache.match(self._name(request), request.keys, root=identity.root, tenant=identity.tenant)
+
+    def admit(self, request: Request) -> bool:
+        """Take slots for all tokens and the next one, and begin to load. False: there is no room now."""
+        slots = self.cache.reserve(self._name(request), self._num_blocks(len(request.tokens) + 1))
+        if slots is None:
+            return False
+        request.slots = slots
+        request.phase = Phase.LOADING
+        return True
+
+    def loaded(self, request: Request) -> bool:
+        """Whether nothing is being loaded any more; then the request's computed tokens are what is there."""
+        progress = self.cache.poll(self._name(request))
+        if progress.loading:
+            return False
+        ready = progress.num_ready * self.block_tokens
+        request.num_committed = progress.num_ready
+        request.whole = ready >= len(request.tokens)
+        request.num_computed = min(ready, len(request.tokens) - 1)
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Slots for so many tokens. False: there is no room now."""
+        num_blocks = self._num_blocks(num_tokens)
+        if num_blocks <= len(request.slots):
+            return True
+        slots = self.cache.reserve(self._name(request), num_blocks)
+        if slots is None:
+            return False
+        request.slots = slots
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Name the blocks that are full of computed tokens (rule 1: a sampled token has no KV yet)."""
+        num_full = request.num_computed // self.block_tokens
+        if num_full <= request.num_committed:
+            return
+        self._extend_keys(request, num_full)
+        self.cache.commit(self._name(request), request.keys[request.num_committed : num_full])
+        request.num_committed = num_full
+
+    def release(self, request: Request) -> Finished | None:
+        """Give everything back; finished blocks stay known."""
+        if not request.asked_s:  # preempted, and not asked for again since: it holds nothing
+            return None
+        bill = self.cache.release(self._name(request))
+        if bill is not None and not request.preemptions:  # coming back to one's own blocks is no hit
+            request.cached_by_tier = dict(bill.hit_tokens)
+        request.slots = ()
+        request.asked_s = 0.0
+        request.num_committed = request.num_computed = 0
+        return bill
+
+    def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
+        """A step computed so many prompt tokens; `token_contexts`: the sum over them of tokens before each."""
+        x, y = float(num_tokens), float(token_contexts)
+        for name, value in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xt", x * seconds), ("_yt", y * seconds)):
+            setattr(self, name, _FORGET * getattr(self, name) + value)
+        det = self._xx * self._yy - self._xy * self._xy
+        per_token_s, per_context_s = self._xt / self._xx, 0.0
+        if det > 1e-9 * self._xx * self._yy:
+            a = (self._xt * self._yy - self._yt * self._xy) / det
+            b = (self._yt * self._xx - self._xt * self._xy) / det
+            if a > 0 and b >= 0:
+                per_token_s, per_context_s = a, b
+        size = self.block_tokens
+        self.cache.pace(per_token_s * size, per_context_s * size * size)
+
+    def _extend_keys(self, request: Request, num_blocks: int) -> None:
+        done = len(request.keys)
+        if done >= num_blocks:
+            return
+        size = self.block_tokens
+        root = replace(self._identity, salt=request.salt).root
+        request.keys += block_keys(
+            request.tokens[done * size : num_blocks * size],
+            parent=request.keys[-1] if done else root,
+            block_tokens=size,
+            start=done * size,
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    @staticmethod
+    def _name(request: Request) -> str:
+        return f"{request.name}#{request.preemptions}"

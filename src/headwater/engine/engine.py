@@ -1,0 +1,282 @@
+"""The engine: a thread that plans a step, computes it, samples, commits, and tells; until there is nothing to do.
+
+    submit -> waiting -> (stores are asked) -> slots -> (blocks are loaded) -> prompt in chunks -> tokens -> over
+
+Commits come after the device has finished the step, so after its bytes are there (rule 1). A prompt that is wholly
+cached computes its last token again, beside the shared block: that block is copied to the request's next slot, which is
+its own, and the token is computed there, so nothing is ever written into a block that others read.
+
+Not here: HTTP, text, tokenizers. A listener is called from the engine's thread with each request's outputs.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.engine.connector import Connector
+from headwater.engine.models.base import Model, Span
+from headwater.engine.request import Finish, Output, Phase, Request, TokenLogprob, Usage
+from headwater.engine.sampler import choose
+from headwater.engine.scheduler import QueueFull, Scheduler, Work
+from headwater.transfer.arena import DeviceCache
+
+log = logging.getLogger("headwater")
+
+_IDLE_S: Final = 0.002  # between looks at loads that are under way, when there is nothing to compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs."""
+
+    max_running: int = 16
+    max_waiting: int = 256
+    step_tokens: int = 2048  # computed in one step, all requests together
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        for name in ("max_running", "max_waiting", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+
+class Engine:
+    """One model on one device with one cache. `submit` and `cancel` may come from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        planes: DeviceCache,
+        connector: Connector,
+        config: EngineConfig,
+        *,
+        watch: Callable[[Request, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Owns none of them; close them after it. `watch` sees the logits of every token that is about to be chosen."""
+        self.model = model
+        self.config = config
+        self.connector = connector
+        self.num_steps = 0
+        self.num_computed_tokens = 0
+        self._planes = planes
+        self._watch = watch
+        self._scheduler = Scheduler(
+            connector,
+            max_running=config.max_running,
+            max_waiting=config.max_running + config.max_waiting,  # `submit` keeps the bound; a burst all waits at first
+            step_tokens=config.step_tokens,
+        )
+        self._lock = threading.Condition()
+        self._inbox: deque[Request] = deque()
+        self._num_inside = 0  # submitted and not over
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one request may have, prompt and answer."""
+        return min(self.model.max_positions, self._planes.num_blocks * self.model.block_tokens)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not over."""
+        return self._num_inside
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken and answered."""
+        return not self._closing and self._thread.is_alive()
+
+    def submit(self, request: Request) -> None:
+        """Take a request in. Does not block. Raises InvalidInput, QueueFull, ResourceClosed; then nothing was taken."""
+        total = len(request.prompt) + request.sampling.max_tokens
+        if total > self.max_tokens:
+            raise InvalidInput(
+                f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} to generate are more than "
+                f"{self.max_tokens}"
+            )
+        if not all(0 <= token < self.model.vocab_size for token in request.prompt):
+            raise InvalidInput(f"a token of the prompt is outside the vocabulary of {self.model.vocab_size}")
+        with self._lock:
+            if self._closing:
+                raise ResourceClosed("the engine is closed")
+            if self._num_inside >= self.config.max_running + self.config.max_waiting:
+                raise QueueFull(f"{self._num_inside} requests are here: try again later")
+            self._num_inside += 1
+            request.arrived_s = time.monotonic()
+            self._inbox.append(request)
+            self._lock.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants the answer any more: it ends at the next step, and hears so. Does not block."""
+        with self._lock:
+            request.cancelled = True
+            self._lock.notify()
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        """Return self; it closes itself at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            self._run()
+        except Exception:  # a fault of ours: nobody is to wait for an engine that has stopped
+            log.exception("the engine stops")
+            with self._lock:
+                self._closing = True
+                left = [*self._scheduler.running, *self._scheduler.waiting, *self._inbox]
+            for request in left:
+                self._tell_end(request, Finish.FAILED, "the engine stopped")
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while self._scheduler.idle and not self._inbox and not self._closing:
+                    self._lock.wait()
+                arrived = list(self._inbox)
+                self._inbox.clear()
+                closing = self._closing
+            for request in arrived:
+                self._take_in(request)
+            if closing:
+                for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                    self._end(request, Finish.CANCELLED)
+                return
+            for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                if request.cancelled:
+                    self._end(request, Finish.CANCELLED)
+            work = self._scheduler.plan(time.monotonic())
+            if work:
+                self._step(work)
+            else:
+                with self._lock:
+                    if not self._inbox:
+                        self._lock.wait(_IDLE_S)
+
+    def _take_in(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request, time.monotonic())
+        except QueueFull as error:
+            self._tell_end(request, Finish.FAILED, str(error))
+
+    def _step(self, work: list[Work]) -> None:
+        begin_s = time.perf_counter()
+        try:
+            logits = self.model.forward(self._planes, [self._span(one) for one in work])
+            sampling = [one for one in work if one.samples]
+            if self._watch is not None:
+                for row, one in enumerate(sampling):
+                    self._watch(one.request, logits[row])
+            chosen = choose(
+                logits,
+                [one.request.sampling for one in sampling],
+                [len(one.request.tokens) for one in sampling],
+                [_seed(one.request) for one in sampling],
+            )
+            if self._planes.device.type == "cuda":
+                torch.cuda.current_stream(self._planes.device).synchronize()
+        except Exception as error:
+            log.exception("a step failed")
+            for one in work:  # nothing of it is committed: what it wrote is nobody's
+                self._end(one.request, Finish.FAILED, f"{type(error).__name__}: {error}")
+            return
+        self._measure(work, time.perf_counter() - begin_s)
+        self.num_steps += 1
+        for one in work:
+            one.request.num_computed = one.end
+            one.request.num_recomputed += one.end - one.start
+            one.request.whole = False
+            self.num_computed_tokens += one.end - one.start
+            self.connector.commit(one.request)
+        for one, (token, told) in zip(sampling, chosen, strict=True):
+            self._give(one.request, token, told)
+
+    def _span(self, one: Work) -> Span:
+        request = one.request
+        slots = request.slots
+        if request.whole:
+            at = one.start // self.model.block_tokens
+            for row in self._planes.rows:
+                row[slots[at + 1]] = row[slots[at]]
+            slots = (*slots[:at], slots[at + 1])
+        return Span(
+            tokens=request.tokens[one.start : one.end], start=one.start, slots=slots, num_logits=int(one.samples)
+        )
+
+    def _measure(self, work: list[Work], seconds: float) -> None:
+        prompts = [one for one in work if one.end - one.start > 1]
+        if len(prompts) == len(work):
+            num_tokens = sum(one.end - one.start for one in prompts)
+            contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in prompts)
+            self.connector.measured(num_tokens, contexts, seconds)
+
+    def _give(self, request: Request, token: int, told: TokenLogprob | None) -> None:
+        if request.first_token_s is None:
+            request.first_token_s = time.monotonic()
+        stops = token in request.sampling.stop_ids or (token in self.model.eos_ids and not request.sampling.ignore_eos)
+        if stops:
+            self._end(request, Finish.STOP)
+            return
+        request.tokens.append(token)
+        self._tell(request, Output(tokens=(token,), logprobs=(told,) if told is not None else ()))
+        if request.num_generated >= request.sampling.max_tokens:
+            self._end(request, Finish.LENGTH)
+
+    def _end(self, request: Request, finish: Finish, error: str = "") -> None:
+        self.connector.release(request)
+        self._scheduler.remove(request)
+        self._tell_end(request, finish, error)
+
+    def _tell_end(self, request: Request, finish: Finish, error: str = "") -> None:
+        request.phase = Phase.OVER
+        with self._lock:
+            self._num_inside -= 1
+        now_s = time.monotonic()
+        ttft_s = None if request.first_token_s is None else request.first_token_s - request.arrived_s
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
+            completion_tokens=request.num_generated,
+            cached_tokens=sum(request.cached_by_tier.values()),
+            cached_by_tier=dict(request.cached_by_tier),
+            computed_tokens=request.num_recomputed,
+            ttft_s=ttft_s,
+            total_s=now_s - request.arrived_s,
+            preemptions=request.preemptions,
+        )
+        self._tell(request, Output(finish=finish, usage=usage, error=error))
+
+    def _tell(self, request: Request, output: Output) -> None:
+        try:
+            request.listen(output)
+        except Exception:
+            log.exception("the listener of request %s raised", request.name)
+
+
+def _seed(request: Request) -> int:
+    """A request without a seed draws from one of its own; its name is unique and nobody else's."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return hash((request.name, request.arrived_s)) & 0x7FFFFFFFFFFFFFFF

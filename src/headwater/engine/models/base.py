@@ -1,0 +1,49 @@
+"""What every model offers a scheduler: a layout, an identity, and one step over parts of several requests.
+
+Not here: memory for KV (`transfer.arena.create_kv_cache(model.layout, ...)`), which slots a request has, sampling.
+
+Invariants: a forward writes only the positions of its spans' tokens, in those spans' slots; what it reads of earlier
+positions it reads from the planes. A model keeps nothing of a request between steps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headwater.core.identity import CacheIdentity
+from headwater.layout.spec import KVLayout
+from headwater.transfer.arena import DeviceCache
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One request's part of a step."""
+
+    tokens: Sequence[int]  # to compute, at positions start, start + 1 ...
+    start: int  # the positions before it are in the blocks already
+    slots: Sequence[int]  # the request's device blocks in order; they cover start + len(tokens) positions
+    num_logits: int = 1  # for how many of its last positions logits are wanted, 0 .. len(tokens)
+
+
+class Model(ABC):
+    """A model whose weights are on a device. Frozen after it was made; `forward` is for one thread at a time."""
+
+    name: str
+    layout: KVLayout
+    block_tokens: int
+    vocab_size: int
+    max_positions: int
+    eos_ids: frozenset[int]
+    identity: CacheIdentity  # without a tenant: the salt is the request's
+    device: torch.device
+    dtype: torch.dtype
+
+    @abstractmethod
+    def forward(self, planes: DeviceCache, spans: Sequence[Span]) -> torch.Tensor:
+        """Compute the spans' tokens; return float32 logits [sum of num_logits, vocab_size], spans in order.
+
+        Mutates the planes at the tokens' positions and nowhere else. Raises InvalidInput, before anything was written,
+        for a span that does not fit the model or the planes. On CUDA it returns before the device is done.
+        """

@@ -1,0 +1,137 @@
+"""A request as the engine sees it: its tokens, how to sample, where it is, and what came of it.
+
+Values and counters only: what happens to a request is decided by the scheduler and done by the engine.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, and when to stop. Checked here, at the door."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0  # 0: the most likely token
+    top_p: float = 1.0
+    seed: int | None = None  # None: another answer each time
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer and are not part of it
+    logprobs: int | None = None  # how many alternatives to tell of each token; None: none at all
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if not (_is_int(self.max_tokens) and self.max_tokens >= 1):
+            raise InvalidInput(f"max_tokens must be at least 1, not {self.max_tokens!r}")
+        if not 0 <= self.temperature <= 10:
+            raise InvalidInput(f"temperature must be between 0 and 10, not {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise InvalidInput(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        if self.seed is not None and not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
+            raise InvalidInput(f"seed must be a 64-bit integer, not {self.seed!r}")
+        if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise InvalidInput(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs!r}")
+
+
+class Phase(enum.StrEnum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # in the queue; stores are being asked
+    LOADING = "loading"  # it has slots, and blocks are on their way into them
+    RUNNING = "running"
+    OVER = "over"
+
+
+class Finish(enum.StrEnum):
+    """Why a request is over."""
+
+    STOP = "stop"  # end of sequence, or a stop token
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was chosen, how likely it was, and the most likely others."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request cost, and what the cache gave."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, from whatever tier
+    cached_by_tier: dict[str, int]
+    computed_tokens: int  # of prompt and answer, preemptions included
+    ttft_s: float | None  # from submit to the first token
+    total_s: float
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a request's listener hears: tokens, and at the end why it ended and what it cost."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+    usage: Usage | None = None
+    error: str = ""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One request. Mutated by the engine's thread alone, except `cancelled`."""
+
+    name: str
+    prompt: list[int]
+    sampling: Sampling
+    listen: Callable[[Output], None]  # called from the engine's thread; must not block or raise
+    salt: bytes = b""
+    arrived_s: float = 0.0
+    cancelled: bool = False  # set by anybody, heeded at the next step
+    phase: Phase = Phase.WAITING
+    tokens: list[int] = field(default_factory=list)  # prompt and answer
+    num_computed: int = 0  # leading tokens whose KV is in the slots
+    slots: tuple[int, ...] = ()
+    whole: bool = False  # every token is cached: the last one is computed again, beside the shared block
+    keys: list[BlockKey] = field(default_factory=list)  # of its leading full blocks
+    num_committed: int = 0  # blocks
+    first_token_s: float | None = None
+    asked_s: float = 0.0  # when the cache was asked
+    num_recomputed: int = 0
+    preemptions: int = 0
+    preempt_at: int | None = None  # computed tokens at which it gives way once, as if room were short: for verification
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """The answer is appended to a copy of the prompt."""
+        if not self.prompt:
+            raise InvalidInput("a prompt needs at least one token")
+        self.tokens = list(self.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def generating(self) -> bool:
+        """Whether all but the newest token are computed: the next step gives a token."""
+        return self.num_computed == len(self.tokens) - 1 and self.num_generated > 0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,142 @@
+"""Who computes what in the next step: continuous batching with chunked prefill under a budget of tokens.
+
+Decides over requests, and asks the connector for slots; computes nothing. First everybody who generates gets one token,
+then prompts are filled up, oldest first, as far as the budget goes. A request that cannot get its next slot preempts
+the youngest: that one gives its slots back and waits at the head of the queue; its finished blocks stay in the cache,
+so coming back costs little.
+
+Invariants: a request is in one place (`waiting` or `running`) until it is over. The queue is bounded. Nothing waits for
+a store longer than the connector says.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+from headwater.core.errors import HeadwaterError
+from headwater.engine.request import Phase, Request
+
+
+class QueueFull(HeadwaterError):
+    """The waiting queue is full: try again later."""
+
+
+class Slots(Protocol):
+    """What the scheduler needs of the connector."""
+
+    def ask(self, request: Request, now_s: float) -> None:
+        """Ask what is there of a request's tokens."""
+        ...
+
+    def may_start(self, request: Request, now_s: float) -> bool:
+        """Whether a request need not wait for stores any longer."""
+        ...
+
+    def admit(self, request: Request) -> bool:
+        """Take slots and begin to load; False: no room."""
+        ...
+
+    def loaded(self, request: Request) -> bool:
+        """Whether nothing is being loaded any more."""
+        ...
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Slots for so many tokens; False: no room."""
+        ...
+
+    def release(self, request: Request) -> object:
+        """Give back all that a request holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens [start, end) of a request are to be computed; with `samples` the step gives its next token."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of them is the last there is."""
+        return self.end == len(self.request.tokens)
+
+
+class Scheduler:
+    """The queue and the running requests of one engine."""
+
+    def __init__(self, slots: Slots, *, max_running: int, max_waiting: int, step_tokens: int) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first; those that load are among them
+        self._slots = slots
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._step_tokens = step_tokens
+
+    def add(self, request: Request, now_s: float) -> None:
+        """Queue a request, and have the stores asked. Raises QueueFull."""
+        if len(self.waiting) >= self._max_waiting:
+            raise QueueFull(f"{len(self.waiting)} requests are waiting: try again later")
+        self.waiting.append(request)
+        self._slots.ask(request, now_s)
+
+    def remove(self, request: Request) -> None:
+        """A request is over."""
+        request.phase = Phase.OVER
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def plan(self, now_s: float) -> list[Work]:
+        """The next step. May preempt requests."""
+        self._admit(now_s)
+        budget = self._step_tokens
+        work: dict[Request, Work] = {}
+        for request in list(self.running):
+            if request.preempt_at is not None and request.num_computed >= request.preempt_at:
+                request.preempt_at = None
+                self._preempt(request)
+            elif request.phase is Phase.RUNNING and request.generating and self._grow(request):
+                work[request] = Work(request, request.num_computed, len(request.tokens))
+                budget -= 1
+        for request in self.running:
+            if request.phase is Phase.RUNNING and not request.generating and budget > 0:
+                end = min(len(request.tokens), request.num_computed + budget)
+                work[request] = Work(request, request.num_computed, end)
+                budget -= end - request.num_computed
+        return [one for request, one in work.items() if request.phase is Phase.RUNNING]  # some were preempted
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.running and not self.waiting
+
+    def _admit(self, now_s: float) -> None:
+        for request in self.running:
+            if request.phase is Phase.LOADING and self._slots.loaded(request):
+                request.phase = Phase.RUNNING
+        while self.waiting and len(self.running) < self._max_running:
+            request = self.waiting[0]
+            if not self._slots.may_start(request, now_s) or not self._slots.admit(request):
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            if self._slots.loaded(request):
+                request.phase = Phase.RUNNING
+
+    def _grow(self, request: Request) -> bool:
+        """A slot for the next token, if need be by preempting the youngest. False: it was preempted itself."""
+        while request.phase is Phase.RUNNING:
+            if self._slots.grow(request, len(request.tokens) + 1):
+                return True
+            self._preempt(self.running[-1])
+        return False
+
+    def _preempt(self, request: Request) -> None:
+        self._slots.release(request)
+        self.running.remove(request)
+        request.phase = Phase.WAITING
+        request.preemptions += 1
+        self.waiting.appendleft(request)

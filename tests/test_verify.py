@@ -1,0 +1,33 @@
+"""`headwater verify`: every case of a family is equal, and damage behind the checks is noticed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from headwater import verify
+from headwater.cli import app
+
+
+@pytest.mark.timeout(600)
+def test_every_family_and_every_way_to_a_hit() -> None:
+    result = CliRunner().invoke(app, ["verify", "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0, [case for case in document["cases"] if not case["equal"]]
+    assert document["equal"]
+    families = {case["family"] for case in document["cases"]}
+    assert families >= {"gqa", "gqa-fp8", "mla", "dsa"}
+    for family in families:
+        assert len([case for case in document["cases"] if case["family"] == family]) >= 8
+
+
+def test_damage_behind_the_checks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "FAMILIES", {"gqa": ("llama", "auto")})
+    result = CliRunner().invoke(app, ["verify", "--inject", "--json"])
+    assert result.exit_code == 1
+    cases = {case["case"]: case for case in json.loads(result.stdout)["cases"]}
+    assert cases["cold"]["equal"]
+    assert cases["device hit"]["equal"]  # nothing was loaded
+    for name in ("host hit", "disk hit", "after eviction", "load fails half-way"):
+        assert not cases[name]["equal"]
+        assert cases[name]["problem"] in ("other tokens", "other logits", "other KV bytes")
