@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-serve: venv  ## until the server exists, the demonstration: every layout to host and disk and back
-	$(BIN)/headwater demo
+serve: venv  ## an OpenAI server on a tiny model that it makes itself; says where it is, and a curl line to try
+	$(BIN)/headwater serve
 
 check: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check

@@ -1,11 +1,11 @@
-"""The fault campaigns of the test kit, at their full size: 200 rounds of kill and stop, 2,000 damages."""
+"""The fault campaigns of the test kit, at their full size: 200 rounds of kill and stop, 2,000 damages, two caches."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from headwater.testing import crash, damage
+from headwater.testing import crash, damage, two_caches
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 FACTOR = 10 if NIGHTLY else 1
@@ -28,3 +28,11 @@ def test_files_are_damaged(shm: Path, tmp_path: Path, medium: str, damages: int)
     result = damage.campaign(damages * FACTOR, seed=3, directory=shm if medium == "tmpfs" else tmp_path)
     assert result["ok"], {key: value for key, value in result.items() if key != "kinds"}
     assert result["damages"] == damages * FACTOR
+
+
+def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:
+    report = two_caches.campaign(shm / "store", seconds=60 * FACTOR, seed=1)
+    assert report.ok, report
+    assert report.kills > 5
+    assert report.stops > 5
+    assert report.requests > 1000

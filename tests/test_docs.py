@@ -34,7 +34,9 @@ def test_the_example_of_the_cache_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    for command in sorted(set(re.findall(r"\bheadwater (demo|replay|bench \w+|ls|check|purge)\b", text))):
+    for command in sorted(
+        set(re.findall(r"\bheadwater (demo|replay|serve|verify|make-model|bench \w+|ls|check|purge)\b", text))
+    ):
         subprocess.run(
             [sys.executable, "-c", "from headwater.cli import app; app()", *command.split(), "--help"],
             check=True,
@@ -49,7 +51,7 @@ def test_the_commands_in_the_documents_exist() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:core|layout|policy|index|cache|replay|storage|transfer|testing|bench)/[\w/.]+\.py)`",
+            r"`((?:core|layout|policy|index|cache|engine|replay|serve|storage|transfer|testing|bench)/[\w/.]+\.py)`",
             page.read_text(),
         ):
             known = (ROOT / "src" / "headwater" / name).exists() or name == "core/block.py"

@@ -167,16 +167,19 @@ def test_reading_what_is_not_declared_raises() -> None:
 
 def test_every_call_in_the_tree_fits_the_table() -> None:
     """Also calls that no test reaches: names and labels are literals, so they can be read."""
-    kinds = {"count": Kind.COUNTER, "gauge": Kind.GAUGE, "observe": Kind.HISTOGRAM, "value": None}
+    kinds = {"count": Kind.COUNTER, "add": Kind.COUNTER, "gauge": Kind.GAUGE, "observe": Kind.HISTOGRAM, "value": None}
     found = 0
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in kinds):
                 continue
             owner, kind = node.func.value, kinds[node.func.attr]
-            if (owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")).lstrip("_") != "metrics":
+            named = (owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")).lstrip("_")
+            if named not in ("metrics", "accounts") or (named == "accounts") != (node.func.attr == "add"):
                 continue
             where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+            if where.startswith("cache/cache.py") and not isinstance(node.args[0], ast.Constant):
+                continue  # passes on what accounts.add counted, which is looked at here
             name = ast.literal_eval(node.args[0])  # fails where it is not a literal
             assert name in FAMILIES, f"{where}: {name} is not declared"
             family = FAMILIES[name]

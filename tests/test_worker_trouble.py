@@ -212,7 +212,7 @@ def test_a_store_that_cannot_be_put_right_stays_off(make: Callable[..., Rig], tm
 
 
 def test_close_ends_everything(make: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
-    rig = make({"host": OddStore(), "disk": OddStore()}, num_pages=8, slice_pages=8)
+    rig = make({"host": OddStore(), "disk": OddStore()}, num_pages=32, slice_pages=8)
     rig.saved(range(8))
     rig.saved(range(8), store="disk")
     odd(rig).gates["get_into"].shut()

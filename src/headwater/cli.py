@@ -6,10 +6,11 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 
 import errno
 import json
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -116,6 +117,32 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def verify(
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model's directory; without it, tiny ones of every family.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    inject: Annotated[
+        bool, typer.Option("--inject", help="Damage bytes behind the checks: this has to be noticed, so it must fail.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that a cached answer equals a computed one, bit for bit, for every family and every way to a hit."""
+    from headwater import verify as proof
+
+    with draw.progress() as tell:
+        cases = proof.run(model=model, device=device, inject=inject, tell=tell)
+    equal = all(case.equal for case in cases)
+    if as_json:
+        rows = [asdict(case) | {"equal": case.equal} for case in cases]
+        _print_json({"command": "verify", "equal": equal, "device": device, "inject": inject, "cases": rows})
+    else:
+        draw.verified(cases)
+    if not equal:
+        raise typer.Exit(1)
+
+
 @bench.command("index")
 def bench_index(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 131_072,
@@ -128,6 +155,52 @@ def bench_index(
 
     with draw.progress() as tell:
         report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+
+
+@bench.command("cache")
+def bench_cache(
+    blocks: Annotated[int, typer.Option(help="Length of the prompt that is matched, in blocks.")] = 2048,
+    others: Annotated[int, typer.Option(help="Other blocks that are known.")] = 10_000,
+    many: Annotated[int, typer.Option(help="Other blocks that are known, in the large case.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 51,
+    as_json: Json = False,
+) -> None:
+    """Match, reserve, commit and release among few and many known blocks, beside a bare dict."""
+    from headwater.bench import cache
+
+    with draw.progress() as tell:
+        report = cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+
+
+@bench.command("ttft")
+def bench_ttft(
+    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny or 8b.")] = "tiny",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,1024,2048",
+    block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,
+    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 8192,
+    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
+    pairs: Annotated[int, typer.Option(help="Pairs with and without the cache, to see what it costs.")] = 15,
+    pair_tokens: Annotated[int, typer.Option(help="Length of the prompts in those pairs.")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token, cold and from each tier, over prompt lengths; and the cost when nothing hits."""
+    from headwater.bench import ttft
+
+    options = ttft.Options(
+        shape=shape,
+        device=device,
+        lengths=tuple(_numbers("lengths", lengths)),
+        block_tokens=block,
+        step_tokens=step,
+        rounds=rounds,
+        pairs=pairs,
+        pair_tokens=pair_tokens,
+    )
+    with draw.progress() as tell:
+        report = ttft.run(options, tell=tell)
     _print_json(report.document()) if as_json else draw.report(report)
 
 
@@ -161,6 +234,191 @@ def bench_store(
     with draw.progress() as tell:
         report = store.run(options, tell=tell)
     _print_json(report.document()) if as_json else draw.report(report)
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="the directory's name")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on.", show_default=f"{config.DEFAULT_PORT}, or a free one")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the model's own")] = None,
+    kv: Annotated[str, typer.Option(help="What is cached: auto, bf16, fp16, fp32 or fp8.")] = "auto",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(help="Blocks on the device.", show_default="most of a GPU's free memory, 1 GiB of a CPU's"),
+    ] = None,
+    device_mib: Annotated[int | None, typer.Option(help="The same in MiB.", show_default=False)] = None,
+    host_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the host tier, on tmpfs.", show_default="$HEADWATER_HOST_DIR, or in /dev/shm"),
+    ] = None,
+    host_mib: Annotated[
+        int | None, typer.Option(help="Its size; 0: no host tier.", show_default="its own, 256 for a new one")
+    ] = None,
+    disk_dir: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the disk tier.", show_default="$HEADWATER_DIR, or ~/.cache/headwater"),
+    ] = None,
+    disk_mib: Annotated[
+        int | None, typer.Option(help="Its size; 0: no disk tier.", show_default="its own, 1024 for a new one")
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Requests that are computed together.")] = 16,
+    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are sent away (429).")] = 256,
+    step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
+    max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+) -> None:
+    """Serve a model over OpenAI's API, with its KV cached on the device, in host memory and on disk."""
+    from headwater.serve import start  # torch takes a second to load, and only this command wants it
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = config.ServeConfig(
+        model=model or start.tiny_model(config.default_directory()),
+        name=name,
+        host=host,
+        port=config.DEFAULT_PORT if port is None else port,
+        api_key=api_key if api_key is not None else config.default_api_key(),
+        device=device,
+        dtype=dtype,
+        kv=kv,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        device_bytes=None if device_mib is None else device_mib << 20,
+        host_directory=(host_dir or config.default_host_directory()) if host_mib != 0 else None,
+        host_bytes=host_mib << 20 if host_mib else None,
+        disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 else None,
+        disk_bytes=disk_mib << 20 if disk_mib else None,
+        max_body_bytes=max_body_mib << 20,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        step_tokens=step_tokens,
+        request_timeout_s=timeout,
+    )
+    start.run(options, any_port=port is None, say=typer.echo)
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="JSONL with timestamp (ms), input_length, output_length and hash_ids on each line.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Who leaves first; `all` compares every policy.")] = "value",
+    blocks: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="Blocks of the device.", show_default="1000 ... 30000"),
+    ] = None,
+    store_blocks: Annotated[int, typer.Option(help="Blocks of a store behind it, written through; 0: none.")] = 0,
+    store_gbs: Annotated[
+        float | None, typer.Option(help="GB/s at which that store reads, and writes.", show_default="at once")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block of the trace.")] = 512,
+    block_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of a block.", show_default="128 KiB a token, as Llama 3.1 8B in BF16")
+    ] = None,
+    full_blocks_only: Annotated[
+        bool, typer.Option("--full-blocks-only", help="Leave out last blocks that are not full, as engines do.")
+    ] = False,
+    compute_ms: Annotated[float, typer.Option(help="What a block costs to compute, to say what hits save.")] = 0.0,
+    compute_slope_ms: Annotated[float, typer.Option(help="And how much more for each block before it.")] = 0.0,
+    synthetic: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Instead of TRACE, make one up: chat, agents or documents.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of a made-up trace.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of a made-up trace.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw hit ratio over blocks, with its bounds, as .png, .svg or .pdf.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a request trace through the cache's own decisions, in virtual time, beside Belady's MIN.
+
+    The hit ratio is hit blocks over requested blocks; the last block of a prompt counts, full or not.
+
+    A request of more blocks than the device has is cut to as many, and the rest counts as missed.
+    """
+    from headwater.replay import plot as picture
+    from headwater.replay import sweep as replays
+    from headwater.replay.bill import Setup
+    from headwater.replay.synthetic import Synthetic
+    from headwater.replay.trace import Trace, TraceFile
+
+    if (trace is None) == (synthetic is None):
+        raise InvalidConfig("say what to replay: a TRACE, or --synthetic")
+    source: Trace
+    if trace is not None:
+        source = TraceFile(trace, block_tokens=block_tokens, full_blocks_only=full_blocks_only)
+    else:
+        source = Synthetic(
+            synthetic or "", requests, seed=seed, block_tokens=block_tokens, full_blocks_only=full_blocks_only
+        )
+    default = replays.CAPACITIES if plot is None else replays.PLOT_CAPACITIES
+    setups = [
+        Setup(
+            policy=name,
+            blocks=number,
+            store_blocks=store_blocks,
+            store_gbs=store_gbs,
+            block_bytes=block_bytes,
+            compute_base_s=compute_ms / 1e3,
+            compute_slope_s=compute_slope_ms / 1e3,
+        )
+        for name in replays.policies(policy)
+        for number in (default if blocks is None else replays.capacities(blocks))
+    ]
+    with picture.canvas(plot) if plot is not None else nullcontext() as canvas:
+        with draw.progress() as tell:
+            found = replays.sweep(source, setups, tell=tell)
+        if plot is not None and canvas is not None:
+            picture.draw(found, canvas, format=plot.suffix[1:].lower())
+    _print_json({"command": "replay", **found.document()}) if as_json else draw.replays(found)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@app.command("make-model")
+def make_model(
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help="llama, qwen2, qwen3, deepseek_v2, _v3 or _v32.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; must be new or empty.")],
+    seed: Annotated[int, typer.Option(help="Another seed gives other weights; the same one the same.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a tiny random checkpoint with a byte-level tokenizer, as transformers and `serve` read it."""
+    from headwater.engine import make_model as maker
+
+    made = maker.make_model(family, directory, seed=seed)
+    if as_json:
+        _print_json({"command": "make-model", **asdict(made)})
+    else:
+        size = f"{made.num_parameters:,} parameters, {made.num_bytes:,} bytes"
+        typer.echo(f"{made.directory}: a random {made.family}, {size}, seed {made.seed}")
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -271,3 +529,10 @@ def _confirm(question: str, *, yes: bool) -> None:
 
 def _print_json(document: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(document, indent=2))
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError as error:
+        raise InvalidConfig(f"{name} are whole numbers with commas, not {text!r}") from error

@@ -21,6 +21,7 @@ from headwater.storage import audit
 if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need
     from headwater.replay.sweep import Sweep
+    from headwater.verify import Case
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
 _BAD_SHOWN: Final = 50
@@ -236,3 +237,26 @@ def _tenant(tenant: bytes) -> str:
 def _printable(text: str) -> str:
     """A label as it can be shown: other people wrote it, and a terminal obeys control characters."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def verified(cases: "Sequence[Case]") -> None:
+    """What `headwater verify` found, a row per family and a mark per case."""
+    names = list(dict.fromkeys(case.case for case in cases))
+    families = list(dict.fromkeys(case.family for case in cases))
+    table = _table("case", text=1)
+    for family in families:
+        table.add_column(family, justify="center")
+    by_place = {(case.family, case.case): case for case in cases}
+    for name in names:
+        row = [by_place.get((family, name)) for family in families]
+        table.add_row(name, *(_mark(case) for case in row))
+    output().print(table)
+    for case in cases:
+        if not case.equal:
+            output().print(Text(f"{case.family}, {case.case}: {case.problem}", style="red"))
+
+
+def _mark(case: "Case | None") -> Text:
+    if case is None:
+        return Text("-")
+    return Text("equal", style="green") if case.equal else Text("DIFFERENT", style="bold red")

@@ -89,6 +89,13 @@ _DECLARED: Final = (
     (COUNTER, "bad_pages_kept_total", "Pages turned down that could not be removed from their store in time"),
     (COUNTER, "local_evicted_pages_total{medium}", "Pages that a LocalStore evicted: memory, disk"),
     (COUNTER, "local_log_full_total{medium}", "Puts that a LocalStore refused for its index's log: memory, disk"),
+    # The server.
+    (COUNTER, "http_requests_total{endpoint,status}", "HTTP requests; status gone: the client left before its answer"),
+    (COUNTER, "prompt_tokens_total", "Tokens of prompts that were answered, cached or computed"),
+    (COUNTER, "generated_tokens_total", "Tokens of answers"),
+    (HISTOGRAM, "ttft_seconds", "Seconds from a request's arrival at the engine to its first token"),
+    (HISTOGRAM, "answer_seconds", "Seconds from a request's arrival at the engine to the end of its answer"),
+    (GAUGE, "engine_requests", "Requests in the engine, waiting or running"),
     # Everything that is told.
     (COUNTER, "events_total{kind}", "Events, by kind"),
 )

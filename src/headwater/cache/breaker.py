@@ -24,7 +24,7 @@ class BreakerState(enum.IntEnum):
 
 
 class Breaker:
-    """The breaker of one store."""
+    """The breaker of one kind of call of one store: what can be asked may still not be read, or written."""
 
     def __init__(self, *, failures: int, pause_s: float) -> None:
         self.state = BreakerState.CLOSED
@@ -34,20 +34,25 @@ class Breaker:
         self._num_failed = 0
         self._until_s = 0.0
 
+    def would_allow(self, now_s: float) -> bool:
+        """Whether a call might be made now. Changes nothing."""
+        return self.state is BreakerState.CLOSED or (self.state is BreakerState.OPEN and now_s >= self._until_s)
+
     def allows(self, now_s: float) -> bool:
-        """Whether a call may be made now. After a pause, yes to one: it is the probe, and has to be reported."""
-        if self.state is BreakerState.OPEN and now_s >= self._until_s:
+        """Whether a call may be made now. After a pause, yes to one: it is the probe, and must be made and reported."""
+        if not self.would_allow(now_s):
+            return False
+        if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
-            return True
-        return self.state is BreakerState.CLOSED
+        return True
 
     def succeeded(self) -> bool:
-        """A call went well. True if that closed the breaker."""
-        self._num_failed = 0
-        self._pause_s = self._first_pause_s
-        if self.state in (BreakerState.OFF, BreakerState.CLOSED):
+        """A call went well. True if that closed the breaker; one that began before it opened does not close it."""
+        if self.state is BreakerState.CLOSED:
+            self._num_failed = 0
+        if self.state is not BreakerState.HALF_OPEN:
             return False
-        self.state = BreakerState.CLOSED
+        self.on()
         return True
 
     def failed(self, now_s: float) -> bool:
@@ -62,10 +67,10 @@ class Breaker:
         return True
 
     def unproven(self, now_s: float) -> None:
-        """A call ended without saying anything about the store. A probe may be made again at once."""
+        """A call ended without saying anything about the store. If it was the probe, the next is due after a pause."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
-            self._until_s = now_s
+            self._until_s = now_s + self._pause_s
 
     def off(self) -> None:
         """Make no call until `on`."""

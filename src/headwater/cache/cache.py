@@ -21,7 +21,7 @@ from typing import Protocol, Self
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
 from headwater.core import events as ev
-from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed
+from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
 
@@ -40,7 +40,11 @@ class Hands(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End all jobs and threads; False if one did not end in time."""
+        """End all jobs and threads; False if one did not end in time. May be asked again."""
+        ...
+
+    def revive(self, store: str) -> bool:
+        """Put a store right that was switched off; False if that did not work. Blocks."""
         ...
 
 
@@ -57,6 +61,10 @@ class NoHands:
     def close(self, timeout_s: float) -> bool:
         """Nothing to end."""
         return True
+
+    def revive(self, store: str) -> bool:
+        """There is none."""
+        raise InvalidInput(f"there is no store {store!r}")
 
 
 class Clock(Protocol):
@@ -170,10 +178,14 @@ class TieredCache:
         with self._lock:
             try:
                 self._handle(event)
-            except HeadwaterError:
-                log.exception("the brain refused %s", event)
+            except Exception:
+                log.exception("the brain could not take in %s", event)
                 self.metrics.event("event_refused", what=repr(event))
             self._changed.notify_all()
+
+    def revive(self, tier: str) -> bool:
+        """Put a store right that was switched off, and use it again; False if not. Blocks, seconds for a rebuild."""
+        return self._hands.revive(tier)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -184,10 +196,8 @@ class TieredCache:
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all jobs; requests that are still here keep nothing. Idempotent. False if a store did not let go."""
         with self._lock:
-            if self._closed:
-                return True
             for request in list(self.brain.requests):
-                self._handle(ev.Left(now_s=self._now_s(), request=request))
+                self._handle(ev.Left(now_s=self._clock.monotonic(), request=request))
             self._closed = True
             self._changed.notify_all()
         return self._hands.close(timeout_s)
@@ -198,7 +208,8 @@ class TieredCache:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         """Close."""
-        self.close()
+        if not self.close():
+            log.error("a store's call has not returned: its pages and the store itself must stay until it does")
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -209,7 +220,11 @@ class TieredCache:
 
     def _handle(self, event: ev.Event) -> list[ev.Instruction]:
         if self._record is not None:
-            self._record(event)
+            try:
+                self._record(event)
+            except Exception:  # a full disk must not cost the event
+                log.exception("no event is recorded any more")
+                self._record = None
         out = self.brain.handle(event)
         work = [one for one in out if isinstance(one, ev.Job | ev.Cancel)]
         self._report(out)
@@ -237,8 +252,7 @@ class TieredCache:
             for state, num in self.brain.slots.counts().items():
                 self.metrics.gauge("device_slots", num, state=state.name.lower())
             for tier in self.brain.tiers.values():
-                self.metrics.gauge("breaker_state", tier.breaker.state.value, tier=tier.name)
-                self.metrics.gauge("queue_bytes", tier.queued_save_bytes + tier.queued_load_bytes, tier=tier.name)
+                self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
 
     def _progress(self, request: str) -> Progress:
         record = self.brain.requests.get(request)

@@ -7,7 +7,9 @@ from headwater.cache.placement import Tier
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.events import Failure, Instruction, MissReason, Tell
 
-TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
+_TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
+_GOOD: Final = frozenset({"hit", "stored", "exists"})
+_PATIENCE_S: Final = 0.1  # a Look that an engine gave up after this speaks against the store
 _BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
 
 
@@ -33,10 +35,21 @@ class Jobs:
         """All jobs under way, oldest first."""
         return iter(self._jobs.values())
 
-    def begin(self, kind: JobKind, tier: Tier, start: int, end: int, **more: Any) -> JobRecord:
-        """Write a job down, and what it queues."""
+    def begin(self, kind: JobKind, tier: Tier, start: int, end: int, now_s: float, **more: Any) -> JobRecord:
+        """Write a job down, and what it queues. A breaker's probe is used up by this."""
+        if kind is not JobKind.PROMOTE:
+            tier.breakers[kind].allows(now_s)
         num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
-        job = JobRecord(job=self._next, kind=kind, store=tier.name, start=start, end=end, num_bytes=num_bytes, **more)
+        job = JobRecord(
+            job=self._next,
+            kind=kind,
+            store=tier.name,
+            start=start,
+            end=end,
+            num_bytes=num_bytes,
+            begun_s=now_s,
+            **more,
+        )
         self._jobs[job.job] = job
         self._next += 1
         self._queue(job, num_bytes)
@@ -56,17 +69,24 @@ class Jobs:
         """
         if job.kind is JobKind.PROMOTE:
             return
-        tier = self.tiers[job.store]
-        if failure is Failure.CANCELLED:
-            tier.breaker.unproven(now_s)
-        elif failure is not None or (results and all(result in TROUBLE for result in results)):
-            if tier.breaker.failed(now_s):
-                self._tell("tier_paused", tier=tier.name, why=f"{job.kind.value} {failure or 'failed'}")
-        elif tier.breaker.succeeded():
-            self._tell("tier_resumed", tier=tier.name)
+        breaker = self.tiers[job.store].breakers[job.kind]
+        hesitant = job.kind is JobKind.LOOK and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
+        if failure is Failure.CANCELLED and not hesitant:
+            breaker.unproven(now_s)
+        elif failure is not None or _all_trouble(results or ()):
+            if breaker.failed(now_s):
+                self._tell("tier_paused", tier=job.store, job=job.kind.value, why=str(failure or "failed"))
+        elif breaker.succeeded():
+            self._tell("tier_resumed", tier=job.store, job=job.kind.value)
 
     def facts(self) -> list[object]:
-        """All that is under way, for snapshots."""
+        """All that is under way, and the next number, for snapshots."""
+        return [
+            self._next,
+            *self._facts(),
+        ]
+
+    def _facts(self) -> list[object]:
         return [
             [
                 job.job,
@@ -77,7 +97,10 @@ class Jobs:
                 job.request and job.request.request,
                 job.target,
                 job.copied,
+                job.cancelled,
                 job.slots,
+                job.results,
+                job.begun_s,
             ]
             for job in self
         ]
@@ -92,8 +115,15 @@ class Jobs:
         self.out.append(Tell(kind=kind, facts=tuple(facts.items())))
 
 
+def _all_trouble(results: Sequence[str]) -> bool:
+    """Whether a store did nothing but fail. What comes behind the first failure was not even tried."""
+    return not _GOOD.intersection(results) and not _TROUBLE.isdisjoint(results)
+
+
 def reason_of(result: str) -> MissReason:
     """Why a block that a store said it had was not loaded."""
     if result in _BAD:
         return MissReason.CORRUPT
-    return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE}.get(result, MissReason.FAILED)
+    return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE, "cancelled": MissReason.TOO_LATE}.get(
+        result, MissReason.FAILED
+    )

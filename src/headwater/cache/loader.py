@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from headwater.cache.accounts import Accounts
+from headwater.cache.breaker import BreakerState
 from headwater.cache.jobs import Jobs, reason_of
 from headwater.cache.placement import ComputeCost, load_pays
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
@@ -36,6 +37,7 @@ class Loader:
         self._jobs = jobs
         self._accounts = accounts
         self._cost = cost
+        self.promoting: dict[BlockKey, int] = {}  # by the first key of a row that is on its way: the job
         self._enter = enter
 
     # --- asking -------------------------------------------------------------------------------------------------------
@@ -45,13 +47,14 @@ class Loader:
         self.stop_looking(request)
         request.held.clear()
         request.unasked.clear()
+        request.asked_s, request.answered_s = now_s, None
         request.look_start = start = request.hold.num_blocks
         rest = tuple(request.keys[start:])
         for tier in self._jobs.tiers.values() if rest else ():
-            if not tier.breaker.allows(now_s):
+            if not tier.breakers[JobKind.LOOK].would_allow(now_s):
                 request.unasked[tier.name] = MissReason.FAILED
                 continue
-            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), request=request)
+            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), now_s, request=request)
             request.looks[tier.name] = job.job
             deadline_s = now_s + tier.config.look_timeout_s
             self._jobs.out.append(Look(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
@@ -98,13 +101,14 @@ class Loader:
         at = request.load_end = request.base
         while at < end and (name := self.where(request, at)) is not None:
             tier, row_end = self._jobs.tiers[name], self._row_end(request, at, end)
-            if not load_pays(tier, self._cost, start=at, end=row_end, block_bytes=self._jobs.block_bytes):
+            size = self._jobs.block_bytes
+            if not load_pays(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s):
                 return
-            if not tier.breaker.allows(now_s):  # since it was asked: a slower store may have it too
+            if not tier.breakers[JobKind.LOAD].would_allow(now_s):  # since it was asked: a slower store may have it too
                 del request.held[name]
                 request.unasked[name] = MissReason.FAILED
                 continue
-            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, request=request)
+            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request)
             request.loads.append(job)
             self._jobs.out.append(
                 Load(
@@ -141,7 +145,10 @@ class Loader:
 
     def give_up(self, request: RequestRecord) -> None:
         """Load no more for a request. What is under way ends with an event, and its slots are not to be used before."""
-        self._jobs.out.extend(Cancel(job=job.job) for job in request.loads if job.results is None)
+        for job in request.loads:
+            if job.results is None and not job.cancelled:
+                job.cancelled = True
+                self._jobs.out.append(Cancel(job=job.job))
 
     def _explain(self, request: RequestRecord) -> None:
         """Say of each block that has to be computed why."""
@@ -171,21 +178,23 @@ class Loader:
             return  # the fastest store lacks what the row builds on
         row_end = self._row_end(request, at, end)
         tier = self._jobs.tiers[source]
-        if not (tier.closed and target.closed):
-            return
-        refusal = target.overloaded((row_end - at) * self._jobs.block_bytes)
+        if max(tier.state, target.state) is not BreakerState.CLOSED or request.keys[at] in self.promoting:
+            return  # no probe, and not what another request has begun to bring
+        refusal = target.overloaded((row_end - at) * self._jobs.block_bytes, now_s)
         if refusal is not None:
             self._accounts.add("dropped_blocks_total", row_end - at, tier=target.name, reason=refusal)
             return
-        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, request=request, target=target.name)
+        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, now_s, request=request, target=target.name)
         deadline_s = now_s + tier.config.load_timeout_s
         keys = tuple(request.keys[at:row_end])
+        self.promoting[keys[0]] = job.job
         self._jobs.out.append(Promote(job=job.job, store=source, target=target.name, keys=keys, deadline_s=deadline_s))
 
-    def promoted(self, request: RequestRecord, job: JobRecord, results: Sequence[str]) -> None:
+    def promoted(self, job: JobRecord, request: RequestRecord | None, results: Sequence[str]) -> None:
         """Blocks came to the fastest store. One that is being asked again meanwhile will say so itself."""
-        held = request.held.get(job.target or "")
-        if held is None:
+        self.promoting = {key: number for key, number in self.promoting.items() if number != job.job}
+        held = request.held.get(job.target or "") if request is not None and not request.reserved else None
+        if request is None or held is None:
             return
         for at, result in enumerate(results, job.start - request.look_start):
             held[at] |= result in _HELD

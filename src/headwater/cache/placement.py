@@ -8,33 +8,38 @@ from dataclasses import dataclass
 from typing import Final
 
 from headwater.cache.breaker import Breaker, BreakerState
+from headwater.cache.records import JobKind
 from headwater.config import TierConfig
 
 _WEIGHT: Final = 0.2  # of the newest measurement
+_FORGOTTEN_S: Final = 30.0  # a tier that was too slow to be used is tried again: nobody else would find it well
 
 
 class Pace:
-    """Seconds per byte, smoothed over jobs. Unknown until the first."""
+    """Seconds per byte, smoothed over jobs. Unknown until the first, and again when the last was long ago."""
 
     def __init__(self) -> None:
         self._s_per_byte: float | None = None
+        self._measured_s = 0.0
 
-    def measured(self, num_bytes: int, seconds: float) -> None:
+    def measured(self, num_bytes: int, seconds: float, now_s: float) -> None:
         """A job moved so much in such a time."""
         if not (num_bytes > 0 and 0 <= seconds < float("inf")):
             return  # neither is what is no number: it would stay for ever
         now = seconds / num_bytes
         before = self._s_per_byte
+        self._measured_s = now_s
         self._s_per_byte = now if before is None else before + _WEIGHT * (now - before)
 
-    def seconds(self, num_bytes: int) -> float:
+    def seconds(self, num_bytes: int, now_s: float) -> float:
         """How long so many bytes should take; nothing, as long as nobody knows."""
-        return 0.0 if self._s_per_byte is None else self._s_per_byte * num_bytes
+        if self._s_per_byte is None or now_s - self._measured_s > _FORGOTTEN_S:
+            return 0.0
+        return self._s_per_byte * num_bytes
 
-    @property
-    def s_per_byte(self) -> float | None:
-        """What was measured."""
-        return self._s_per_byte
+    def facts(self) -> tuple[float | None, float]:
+        """All that it knows, for snapshots."""
+        return self._s_per_byte, self._measured_s
 
 
 @dataclass(slots=True)
@@ -61,42 +66,44 @@ class Tier:
         self.config = config
         self.name = config.name
         self.bit = bit  # of this store in a block's marks
-        self.breaker = Breaker(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
+        self.breakers = {
+            kind: Breaker(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
+            for kind in (JobKind.LOOK, JobKind.LOAD, JobKind.SAVE)
+        }
         self.loading = Pace()
         self.saving = Pace()
         self.queued_load_bytes = 0
         self.queued_save_bytes = 0
+        self.num_pinning = 0  # saves that have not read their blocks yet, and keep them on the device
 
     def refuses_save(self, num_bytes: int, now_s: float) -> str | None:
-        """Why so many bytes more are not to be written now; None if they are: then a job has to follow.
+        """Why so many bytes more are not to be written now; None if they are. Changes nothing."""
+        up = self.breakers[JobKind.SAVE].would_allow(now_s)
+        return self.overloaded(num_bytes, now_s) if up else "store_down"
 
-        May let a breaker's probe through.
-        """
-        return self.overloaded(num_bytes) or (None if self.breaker.allows(now_s) else "store_down")
-
-    def overloaded(self, num_bytes: int) -> str | None:
+    def overloaded(self, num_bytes: int, now_s: float) -> str | None:
         """Why so many bytes more are too much, behind what is queued; None if they are not."""
         queued = self.queued_save_bytes + num_bytes
         if self.queued_save_bytes and queued > self.config.max_queued_bytes:
             return "queue_full"
-        if self.queued_save_bytes and self.saving.seconds(queued) > self.config.max_queued_s:
+        if self.queued_save_bytes and self.saving.seconds(queued, now_s) > self.config.max_queued_s:
             return "too_slow"
         return None
 
     @property
-    def closed(self) -> bool:
-        """Whether calls pass, without being a probe."""
-        return self.breaker.state is BreakerState.CLOSED
+    def state(self) -> BreakerState:
+        """The worst state of its breakers."""
+        return max(breaker.state for breaker in self.breakers.values())
 
-    def load_s(self, num_bytes: int) -> float:
+    def load_s(self, num_bytes: int, now_s: float) -> float:
         """How long a load should take, behind what is queued."""
-        return self.loading.seconds(self.queued_load_bytes + num_bytes)
+        return self.loading.seconds(self.queued_load_bytes + num_bytes, now_s)
 
 
-def load_pays(tier: Tier, cost: ComputeCost, *, start: int, end: int, block_bytes: int) -> bool:
+def load_pays(tier: Tier, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float) -> bool:
     """Whether loading blocks [start, end) is expected to be at least as fast as computing them.
 
     Where computing was never measured, loading pays: a hit is what a cache is for.
     """
     compute_s = cost.row_s(start, end)
-    return compute_s <= 0 or tier.load_s((end - start) * block_bytes) <= compute_s
+    return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= compute_s

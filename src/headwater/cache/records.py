@@ -27,6 +27,8 @@ class JobRecord:
     start: int  # depth of its first block
     end: int
     num_bytes: int
+    begun_s: float
+    cancelled: bool = False  # it was told to end
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
     target: str | None = None  # of a Promote
     pin: Hold | None = None  # of a Save: the blocks it reads
@@ -46,6 +48,9 @@ class RequestRecord:
     tenant: bytes
     hold: Hold
     looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
+    asked_s: float = 0.0  # when the stores were asked, the last time
+    answered_s: float | None = None  # when no store was being asked any more
+    gave_way: bool = False  # it had to give up its hold: what it finds again counts as no hit
     look_start: int = 0  # depth from which on stores were asked
     held: dict[str, bytearray] = field(default_factory=dict)  # their answers, one byte a block from there on
     unasked: dict[str, MissReason] = field(default_factory=dict)  # stores that gave no answer, and why

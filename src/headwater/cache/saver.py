@@ -13,7 +13,7 @@ from headwater.cache.jobs import Jobs
 from headwater.cache.placement import Tier
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.config import SaveWhen
-from headwater.core.events import Save
+from headwater.core.events import Cancel, Save
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
 
@@ -31,26 +31,45 @@ class Saver:
         self._of = {when: [tier for tier in jobs.tiers.values() if tier.config.save is when] for when in SaveWhen}
         self.origins: dict[BlockKey, tuple[BlockKey, bytes]] = {}  # root and tenant of each known first block
 
-    def commit(self, request: RequestRecord, now_s: float) -> None:
-        """A request's blocks were finished, or loaded: write them where that is the rule."""
+    def commit(self, request: RequestRecord, num_fresh: int, now_s: float) -> None:
+        """A request's last blocks were finished, or loaded: write them where that is the rule."""
         for tier in self._of[SaveWhen.COMMIT]:
-            self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
+            refusal = tier.refuses_save(self._jobs.block_bytes, now_s)
+            if refusal is None:
+                refusal = self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
+            if refusal is not None:  # counted once, though the next commit tries the whole path again
+                self._accounts.add("dropped_blocks_total", num_fresh, tier=tier.name, reason=refusal)
 
     def hit(self, request: RequestRecord, now_s: float) -> None:
         """A request's blocks were hit: write those that were hit often enough."""
         for tier in self._of[SaveWhen.HITS]:
             num_hot = self._index.num_hot(request.hold, tier.config.save_after_hits)
-            if num_hot:
+            if num_hot and tier.refuses_save(self._jobs.block_bytes, now_s) is None:  # if it does: at the next hit
                 pin = self._index.pin(request.hold, num_hot)
                 self._save(tier, pin, request.keys, now_s, request=request)
 
     def clean(self, now_s: float) -> None:
         """Room is short: write those that leave next, where blocks are written on eviction."""
         for tier in self._of[SaveWhen.EVICTION]:
-            for _ in range(_MAX_CLEANING):
+            while tier.num_pinning < _MAX_CLEANING and tier.refuses_save(self._jobs.block_bytes, now_s) is None:
                 pin = self._index.pin_coldest(tier.bit)
-                if pin is None or not self._save(tier, pin, self._index.keys(pin), now_s, request=None):
-                    break
+                if pin is None or self._save(tier, pin, self._index.keys(pin), now_s, request=None) is not None:
+                    break  # what leaves unsaved is counted when it leaves
+
+    def make_way(self, num_blocks: int) -> None:
+        """Room is short, and saves that have not begun keep blocks on the device: give the newest of them up."""
+        for job in reversed(list(self._jobs)):
+            if num_blocks <= 0:
+                return
+            running = job.request is not None and job.request.reserved and not job.request.gone  # and keeps them anyway
+            if job.pin is not None and not (job.copied or job.cancelled or running):
+                job.cancelled = True
+                self._jobs.out.append(Cancel(job=job.job))
+                num_blocks -= job.pin.num_blocks
+
+    def forget(self, tier: Tier) -> None:
+        """A store was lost: nothing is known to be in it any more."""
+        self._index.unmark(tier.bit)
 
     def buried(self, victims: Iterable[Victim]) -> None:
         """Blocks were evicted."""
@@ -65,6 +84,7 @@ class Saver:
         """A Save has read its blocks."""
         if job.pin is not None and not job.copied:
             job.copied = True
+            self._jobs.tiers[job.store].num_pinning -= 1
             self._index.unpin(job.pin)
 
     def ended(self, job: JobRecord, results: Sequence[str], request: RequestRecord | None, now_s: float) -> None:
@@ -79,26 +99,27 @@ class Saver:
             if result not in _HELD:
                 self._accounts.add("dropped_blocks_total", 1, tier=job.store, reason=result)
         lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
-        self._index.mark(pin, 0 if lost_path else job.start + first_bad, job.end, bit=bit, on=False)
+        start = 0 if lost_path else job.start + first_bad
+        self._index.mark(pin, start, job.end, bit=bit, on=False)
+        if request is not None:  # what was saved behind it meanwhile lacks its prefix there: to be written again, too
+            self._index.mark(request.hold, start, request.hold.num_blocks, bit=bit, on=False)
         if lost_path and request is not None:  # the store evicted the blocks before: write the whole path
-            self._save(self._jobs.tiers[job.store], self._index.pin(request.hold), request.keys, now_s, request=request)
+            tier = self._jobs.tiers[job.store]
+            if tier.refuses_save(self._jobs.block_bytes, now_s) is None:
+                self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
 
     def _save(
         self, tier: Tier, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: RequestRecord | None
-    ) -> bool:
-        """Write what a pinned path lacks in a store; False if that had to be dropped. Takes the pin over."""
+    ) -> str | None:
+        """Write what a pinned path lacks in a store; or say why that is dropped. Takes the pin over."""
         start, end = self._index.num_marked(pin, tier.bit), pin.num_blocks
-        if start == end:
+        refusal = tier.refuses_save((end - start) * self._jobs.block_bytes, now_s) if start < end else None
+        if start == end or refusal is not None:
             self._index.unpin(pin)
-            return True
-        refusal = tier.refuses_save((end - start) * self._jobs.block_bytes, now_s)
-        if refusal is not None:
-            self._index.unpin(pin)
-            if tier.config.save is not SaveWhen.EVICTION:  # there it counts when it is evicted without
-                self._accounts.add("dropped_blocks_total", end - start, tier=tier.name, reason=refusal)
-            return False
+            return refusal
         root, tenant = self.origins[path[0]]
-        job = self._jobs.begin(JobKind.SAVE, tier, start, end, request=request, pin=pin)
+        job = self._jobs.begin(JobKind.SAVE, tier, start, end, now_s, request=request, pin=pin)
+        tier.num_pinning += 1
         self._index.mark(pin, start, end, bit=tier.bit, on=True)
         self._jobs.out.append(
             Save(
@@ -112,4 +133,4 @@ class Saver:
                 deadline_s=now_s + tier.config.save_timeout_s,
             )
         )
-        return True
+        return None

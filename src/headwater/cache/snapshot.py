@@ -13,30 +13,37 @@ if TYPE_CHECKING:
 
 
 def digest(brain: "Brain") -> str:
-    """SHA-256 over all that the brain knows, except when and how often blocks were used, and where they are saved.
-
-    Two brains that heard the same events have the same.
-    """
-    blocks = sorted((key.hex(), before.hex() if before else "", slot) for key, before, slot in brain.index.blocks())
+    """SHA-256 over all that the brain knows. Two that heard the same events have the same, and say the same next."""
     requests = [
         [
             *(request.request, [key.hex() for key in request.keys], request.hold.num_blocks, request.base),
             *(request.own, request.looks, {name: held.hex() for name, held in request.held.items()}),
-            *([job.job for job in request.loads], request.ready_s, request.misses, request.broken, request.look_start),
+            *(
+                [[job.job, job.results] for job in request.loads],
+                request.ready_s,
+                request.misses,
+                request.broken,
+                request.look_start,
+            ),
             *(request.unasked, request.num_loaded, request.loaded_bytes, request.reserved_s, request.num_prompt),
-            *(request.root.hex(), request.tenant.hex()),
+            *(request.root.hex(), request.tenant.hex(), request.asked_s, request.answered_s, request.gave_way),
         ]
         for request in brain.requests.values()
     ]
     tiers = [
         [
-            *(tier.name, tier.breaker.facts(), tier.queued_load_bytes, tier.queued_save_bytes),
-            *(tier.loading.s_per_byte, tier.saving.s_per_byte),
+            *(
+                tier.name,
+                [one.facts() for one in tier.breakers.values()],
+                tier.queued_load_bytes,
+                tier.queued_save_bytes,
+            ),
+            *(tier.loading.facts(), tier.saving.facts(), tier.num_pinning),
         ]
         for tier in brain.tiers.values()
     ]
     state = {
-        "blocks": blocks,
+        "index": brain.index.facts(),
         "slots": {state.name: num for state, num in brain.slots.counts().items()},
         "free": brain.slots.free(),
         "origins": [[key.hex(), root.hex(), tenant.hex()] for key, (root, tenant) in brain.saver.origins.items()],
@@ -44,7 +51,7 @@ def digest(brain: "Brain") -> str:
         "requests": requests,
         "jobs": brain.jobs.facts(),
         "pending": [[key.hex(), name] for key, name in brain.pending.items()],
-        "ghosts": [key.hex() for key in brain.index.ghosts],
+        "promoting": [[key.hex(), number] for key, number in brain.loader.promoting.items()],
         "tiers": tiers,
         "totals": sorted([name, labels, amount] for (name, labels), amount in brain.accounts.totals.items()),
     }

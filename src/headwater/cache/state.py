@@ -31,6 +31,7 @@ from headwater.config import CacheConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Event, Failure, Instruction
+from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.base import PrefixIndex, Victim
@@ -102,13 +103,15 @@ class Brain:
         if known is not None:
             if known.reserved or (known.keys, known.root, known.tenant) != (list(event.keys), event.root, event.tenant):
                 raise InvalidInput(f"request {event.request!r} is here already, and is another or has reserved")
-            if self.index.advance(known.hold, known.keys[known.hold.num_blocks :], now_s=event.now_s):
+            if self._advance(known, event.now_s):
                 self.saver.hit(known, event.now_s)
             if known.hold.num_blocks < known.look_start:  # it had to give room, and lost blocks meanwhile
                 self.loader.look(known, event.now_s)
             return
         keys = list(event.keys)
         _require_keys([event.root, *keys])
+        if len(event.tenant) != TENANT_BYTES:
+            raise InvalidInput(f"a tenant is {TENANT_BYTES} bytes (CacheIdentity.tenant), not {len(event.tenant)}")
         request = RequestRecord(
             request=event.request,
             keys=keys,
@@ -116,6 +119,7 @@ class Brain:
             root=event.root,
             tenant=event.tenant,
             hold=self.index.hold(keys, now_s=event.now_s),
+            asked_s=event.now_s,
         )
         self.requests[event.request] = request
         self.loader.look(request, event.now_s)
@@ -155,7 +159,7 @@ class Brain:
         request = self._request(event.request)
         first = not request.reserved
         if first:
-            self.index.advance(request.hold, request.keys[request.hold.num_blocks :], now_s=event.now_s)
+            self._advance(request, event.now_s)
         have = request.hold.num_blocks if first else request.num_blocks
         num_wanted = max(0, event.num_blocks - have)
         self._make_way(request, num_wanted, event.now_s)
@@ -179,15 +183,27 @@ class Brain:
         self._clean(event.now_s)
 
     def _make_way(self, request: RequestRecord, num_wanted: int, now_s: float) -> None:
-        """What requests that only wait hold goes last, but before one that would run is refused; the newest first."""
-        if num_wanted > self.slots.num_slots:
-            return
+        """Before a request that would run is refused, who only waits gives up its hold, the newest first.
+
+        Then saves that wait for a slow store give up their blocks; that takes effect when the hands have heard it.
+        """
+        if num_wanted > self.slots.num_slots - sum(len(one.own) for one in self.requests.values()):
+            return  # it could not be had if all of them gave way
         for other in reversed(self.requests.values()):
             if self.slots.num_available >= num_wanted:
                 return
             if not other.reserved and other is not request and other.hold.num_blocks:
                 self.index.release(other.hold, now_s=now_s)
                 other.hold = self.index.hold([], now_s=now_s)
+                other.gave_way = True
+        self.saver.make_way(num_wanted - self.slots.num_available)
+
+    def _advance(self, request: RequestRecord, now_s: float) -> int:
+        """Hold what is known by now of a request's blocks."""
+        rest = request.keys[request.hold.num_blocks :]
+        found = self.index.advance(request.hold, rest, now_s=now_s, hit=not request.gave_way)
+        request.gave_way = False
+        return found
 
     def _table(self, request: RequestRecord) -> tuple[int, ...]:
         return (*self.index.slots(request.hold)[: request.base], *request.own)
@@ -213,7 +229,7 @@ class Brain:
         _require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
         self._enter(request, event.keys, event.now_s)
-        self.saver.commit(request, event.now_s)
+        self.saver.commit(request, len(event.keys), event.now_s)
         self._clean(event.now_s)
 
     def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float, *, seen: bool = False) -> None:
@@ -238,7 +254,7 @@ class Brain:
                 first = job.start - request.base
                 job.slots = tuple(request.own[first : job.end - request.base])
                 locked.update(job.slots)
-                self._out.append(ev.Cancel(job=job.job))
+        self.loader.give_up(request)
         self.slots.quarantine(locked)
         self.slots.give_back(self.slots.still_own(request.own))
         self._forget_pending(event.request, request.keys)
@@ -261,7 +277,8 @@ class Brain:
         blocks = {DEVICE: min(request.base, request.num_prompt), **request.num_loaded}
         hits = tuple((tier, num * size) for tier, num in blocks.items() if num)
         misses = tuple((reason.value, num * size) for reason, num in request.misses.items())
-        waited_s = request.ready_s - request.reserved_s
+        answered_s = request.asked_s if request.answered_s is None else request.answered_s
+        waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s
         saved_s = self.cost.row_s(0, sum(blocks.values())) - waited_s
         for tier, tokens in hits:
             self.accounts.add("hit_tokens_total", tokens, tier=tier)
@@ -297,17 +314,17 @@ class Brain:
         if len(event.results) != job.end - job.start:
             self._end(job, ("failed",) * (job.end - job.start), Failure.FAILED, event.now_s)
             return
-        if job.kind is JobKind.LOAD:
-            tier.loading.measured(event.num_bytes, event.seconds)
-        elif job.kind is JobKind.SAVE:
-            tier.saving.measured(event.num_bytes, event.seconds)
+        whole = not {"failed", "late"}.intersection(event.results)  # one that was cut short tells nothing of speed
+        if job.kind is JobKind.LOAD and whole:
+            tier.loading.measured(event.num_bytes, event.seconds, event.now_s)
+        elif job.kind is JobKind.SAVE and whole:
+            tier.saving.measured(event.num_bytes, event.seconds, event.now_s)
         self._end(job, event.results, None, event.now_s)
 
     def _job_failed(self, event: ev.JobFailed) -> None:
         job = self.jobs.end(event.job)
         if job is not None:
-            result = "failed" if event.failure is Failure.FAILED else "late"
-            self._end(job, (result,) * (job.end - job.start), event.failure, event.now_s)
+            self._end(job, (event.failure.value,) * (job.end - job.start), event.failure, event.now_s)
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
         self.jobs.judge(job, results, failure, now_s)
@@ -319,18 +336,19 @@ class Brain:
             self.slots.absolve(job.slots)
             if request is not None:
                 self._settle(request, now_s)
+        elif job.kind is JobKind.PROMOTE:
+            self.loader.promoted(job, request, results)
         elif request is not None and not request.reserved:
-            if job.kind is JobKind.PROMOTE:
-                self.loader.promoted(request, job, results)
-            else:
-                self.loader.looked(request, job, results, failure)
-                if not request.looks and self.config.prefetch:
+            self.loader.looked(request, job, results, failure)
+            if not request.looks:
+                request.answered_s = now_s
+                if self.config.prefetch:
                     self.loader.prefetch(request, now_s)
 
     def _settle(self, request: RequestRecord, now_s: float) -> None:
         """When all that was to be loaded is there or is not coming, the request may compute the rest."""
         if request.ready_s is None and self.loader.settle(request, now_s) and request.num_loaded:
-            self.saver.commit(request, now_s)
+            self.saver.commit(request, sum(request.num_loaded.values()), now_s)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
@@ -343,11 +361,15 @@ class Brain:
         self._clean(event.now_s)
 
     def _store_off(self, event: ev.StoreOff) -> None:
-        self._tier(event.store).breaker.off()
+        tier = self._tier(event.store)
+        self.saver.forget(tier)  # it may come back empty
+        for breaker in tier.breakers.values():
+            breaker.off()
         self._out.append(ev.Tell(kind="tier_switched_off", facts=(("tier", event.store), ("why", event.why))))
 
     def _store_on(self, event: ev.StoreOn) -> None:
-        self._tier(event.store).breaker.on()
+        for breaker in self._tier(event.store).breakers.values():
+            breaker.on()
         self._out.append(ev.Tell(kind="tier_switched_on", facts=(("tier", event.store),)))
 
     def _bury(self, victims: list[Victim]) -> None:

@@ -12,7 +12,7 @@ happens to it; what comes after that is ignored.
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
@@ -222,7 +222,7 @@ class Finished(Instruction):
     hit_tokens: tuple[tuple[str, int], ...]  # by tier
     miss_tokens: tuple[tuple[str, int], ...]  # by reason
     loaded_bytes: int
-    waited_s: float  # from the first question until the slots were ready to compute in
+    waited_s: float  # for stores to answer, and for what was loaded
     saved_s: float  # what computing the hits would have cost, less the waiting; may be negative
 
 
@@ -251,15 +251,35 @@ def encode(value: Event | Instruction) -> dict[str, Any]:
 
 def decode(document: Mapping[str, Any]) -> Event | Instruction:
     """What `encode` made. Raises InvalidInput for what it did not make."""
-    fields = dict(document)
     try:
-        kind = _KINDS[fields.pop("is")]
-        value = kind(**{name: _lively(field) for name, field in fields.items()})
-    except (KeyError, TypeError, ValueError) as error:
+        fields = {name: _lively(field) for name, field in document.items() if name != "is"}
+        kind = _KINDS[document["is"]]
+        if kind is JobFailed:
+            fields["failure"] = Failure(fields["failure"])
+        value = kind(**fields)
+        hints = get_type_hints(kind)
+        wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"neither an event nor an instruction: {error!r}") from error
-    if isinstance(value, JobFailed):
-        return dataclasses.replace(value, failure=Failure(value.failure))
+    if wrong:
+        raise InvalidInput(f"neither an event nor an instruction: {', '.join(wrong)} of {document}")
     return value
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a type that fields here have."""
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(hint) is tuple:
+        items = get_args(hint)
+        if not isinstance(value, tuple):
+            return False
+        if items[-1] is Ellipsis:
+            return all(_fits(item, items[0]) for item in value)
+        return len(value) == len(items) and all(map(_fits, value, items))
+    return isinstance(value, getattr(hint, "__supertype__", hint))
 
 
 def _plain(value: Any) -> Any:

@@ -194,4 +194,5 @@ def _to_device(parts: Sequence[_Ints], device: torch.device) -> Sequence[torch.T
     packed = torch.from_numpy(_join(parts))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    return packed.split([len(part) for part in parts])
+    found: Sequence[torch.Tensor] = packed.split([len(part) for part in parts])  # type: ignore[no-untyped-call]
+    return found

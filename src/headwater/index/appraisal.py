@@ -56,6 +56,15 @@ class Appraisal:
         self.num_blocks -= 1
         self._depths -= depth
 
+    def facts(self) -> list[object]:
+        """All that was counted, for snapshots."""
+        return [
+            self.num_blocks,
+            self._depths,
+            self._now_s,
+            self._returns.facts() if self._returns is not None else None,
+        ]
+
     def priority(self, past: Past, previous_s: float | None, depth: int) -> float:
         """What the policy says of a block."""
         facts = BlockFacts(

@@ -70,7 +70,7 @@ class PrefixIndex(ABC):
         """Hold the longest known prefix. Counts a hit on each of its blocks."""
 
     @abstractmethod
-    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float) -> int:
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
         """Move a hold over those of the next keys that are known by now, a hit on each; return how many."""
 
     @abstractmethod
@@ -119,6 +119,10 @@ class PrefixIndex(ABC):
         """Remember, or forget, that blocks [start, end) of a hold are in the store of this bit."""
 
     @abstractmethod
+    def unmark(self, bit: int) -> None:
+        """Forget of every block that it is in the store of this bit."""
+
+    @abstractmethod
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`: where writing has to begin."""
 
@@ -129,6 +133,10 @@ class PrefixIndex(ABC):
     @abstractmethod
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot), in no order. For tests and snapshots; reads everything."""
+
+    @abstractmethod
+    def facts(self) -> list[object]:
+        """All that the index knows, as plain JSON values, for snapshots. Reads everything."""
 
     @abstractmethod
     def validate(self) -> None:

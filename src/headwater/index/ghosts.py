@@ -39,6 +39,10 @@ class Ghosts:
         """Their keys, who left first first."""
         return iter(self._pasts)
 
+    def facts(self) -> list[object]:
+        """All that is remembered, for snapshots."""
+        return [[key.hex(), *past] for key, past in self._pasts.items()]
+
     def add(self, key: BlockKey, past: Past) -> None:
         """A block left."""
         self._pasts[key] = past

@@ -56,12 +56,12 @@ class NaiveIndex(PrefixIndex):
         self.advance(hold, keys, now_s=now_s)
         return hold
 
-    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float) -> int:
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
         """Move a hold over those of the next keys that are known by now."""
         num_found = self.find(keys)
         for key in keys[:num_found]:
             block = self._blocks[key]
-            block.hits += 1
+            block.hits += hit
             block.used_s = now_s
             self._move(hold, block)
         return num_found
@@ -123,6 +123,16 @@ class NaiveIndex(PrefixIndex):
         """Remember, or forget, that blocks [start, end) are in the store of this bit."""
         for block in _path(hold.at)[start:end]:  # of an unpinned path some may be gone: that hurts nobody
             block.marks = block.marks | bit if on else block.marks & ~bit
+
+    def unmark(self, bit: int) -> None:
+        """Forget of every block that it is in the store of this bit."""
+        for block in self._blocks.values():
+            block.marks &= ~bit
+
+    def facts(self) -> list[object]:
+        """All that the index knows."""
+        blocks = self._blocks
+        return [[key.hex(), blocks[key].slot, blocks[key].used_s, blocks[key].hits] for key in sorted(blocks)]
 
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`."""

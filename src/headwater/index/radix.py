@@ -86,7 +86,7 @@ class RadixIndex(PrefixIndex):
         self.advance(hold, keys, now_s=now_s)
         return hold
 
-    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float) -> int:
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
         """Move a hold over those of the next keys that are known by now."""
         before, old = hold.num_blocks, self._end_of(hold)
         run, inside = self._walk(old, b"".join(keys))
@@ -94,7 +94,7 @@ class RadixIndex(PrefixIndex):
             return 0
         if inside < len(run.slots):
             run = run.split(inside)
-        self._use(run, old, now_s, hit=True)
+        self._use(run, old, now_s, hit=hit)
         self._move(hold, run)
         hold.turns = run.past.turns + 1
         return hold.num_blocks - before
@@ -255,6 +255,11 @@ class RadixIndex(PrefixIndex):
         for run, first, last in self._parts(hold, start, end):
             run.mark(first, last, bit=bit, on=on)
 
+    def unmark(self, bit: int) -> None:
+        """Forget of every block that it is in the store of this bit."""
+        for run in self._runs():
+            run.mark(0, len(run.slots), bit=bit, on=False)
+
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`."""
         at = hold.num_blocks
@@ -278,6 +283,18 @@ class RadixIndex(PrefixIndex):
                 found.append((key, before, slot))
                 before = key
         return found
+
+    def facts(self) -> list[object]:
+        """All that the index knows."""
+        runs: list[list[object]] = [
+            [
+                *(run.keys.hex(), run.slots.tolist(), run.marks.hex(), run.start, list(run.past), run.previous_s),
+                *(run.refs, run.pins, run.guards, run.ticket),
+            ]
+            for run in self._runs()
+        ]
+        leaves = sorted([priority, ticket] for priority, ticket, run in self._leaves if run.ticket == ticket)
+        return [runs, leaves, self.ghosts.facts(), self._worth.facts()]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""

@@ -47,6 +47,11 @@ class Returns:
         """How long after their only use new blocks are evicted, lately."""
         return self._horizon_s
 
+    def facts(self) -> list[object]:
+        """All that was counted, for snapshots."""
+        counts = [self._uses, self._returns, self._log_gaps]
+        return [*map(list, counts), self._num_uses, self._evicted, self._horizon_s]
+
     def returned(self, kind: int, gap_s: float, *, blocks: int = 1) -> None:
         """Blocks that were of this kind until now are used again, `gap_s` after their last use."""
         self._returns[kind] += blocks

@@ -102,6 +102,11 @@ class VirtualHands:
         """Tell what happened."""
         self.ledger.flush()
 
+    def revive(self, store: str) -> bool:
+        """Read a store again."""
+        self._tiers[store].reader.switch_on()
+        return True
+
     def switched_off(self) -> list[str]:
         """Stores that gave nothing but bad pages; they are read again after this."""
         off = [name for name, tier in self._tiers.items() if tier.reader.switched_off]
@@ -175,6 +180,10 @@ class EngineHands(Protocol):
 
     def close(self, timeout_s: float) -> bool:
         """End all jobs."""
+        ...
+
+    def revive(self, store: str) -> bool:
+        """Put a store right."""
         ...
 
     @property

@@ -209,7 +209,8 @@ class Hands:
     @contextlib.contextmanager
     def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
         """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
-        account: Account = (job.order.store, isinstance(job.order, Load))
+        order = job.order  # a promotion is a kind of write
+        account: Account = (order.target if isinstance(order, Promote) else order.store, isinstance(order, Load))
         number = min(num_wanted, self._slice_pages)
         pages = self._pool.take(account, number, deadline=job.deadline, stopped=lambda: job.ended)
         try:

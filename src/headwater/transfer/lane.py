@@ -16,16 +16,16 @@ from typing import Final
 from headwater.core.events import Job, Load, Look, Promote, Save
 from headwater.metrics import Metrics
 from headwater.transfer.ledger import JobState, Ledger, Phase
-from headwater.transfer.tier import Tier
 
+PROMOTIONS: Final = "promotions"  # jobs between two stores have a lane of their own: neither may hold up the other
 RANKS: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
 
 
 class Lane:
-    """One store's queue. Every method wants the ledger's lock held, and none blocks."""
+    """The queue of one store, or of promotions. Every method wants the ledger's lock held, and none blocks."""
 
-    def __init__(self, tier: Tier, ledger: Ledger, *, num_threads: int, frame_bytes: int, metrics: Metrics) -> None:
-        self.tier = tier
+    def __init__(self, name: str, ledger: Ledger, *, num_threads: int, frame_bytes: int, metrics: Metrics) -> None:
+        self.name = name
         self.work = Condition(ledger.lock)  # a job that a thread may take
         self.num_able = 0
         self.num_stuck = 0
@@ -87,9 +87,14 @@ class Lane:
     def _count(self, job: JobState, sign: int) -> None:
         num_pages = 0 if isinstance(job.order, Look) else len(job.order.keys)
         self._queued_bytes += sign * num_pages * self._frame_bytes
-        self._metrics.gauge("queue_jobs", sum(map(len, self._queues)), tier=self.tier.name)
-        self._metrics.gauge("queue_bytes", self._queued_bytes, tier=self.tier.name)
+        self._metrics.gauge("queue_jobs", sum(map(len, self._queues)), tier=self.name)
+        self._metrics.gauge("queue_bytes", self._queued_bytes, tier=self.name)
 
 
 def _rank(job: JobState) -> int:
     return RANKS[type(job.order)]
+
+
+def lane_of(order: Job) -> str:
+    """Whose threads do a job."""
+    return PROMOTIONS if isinstance(order, Promote) else order.store

@@ -1,7 +1,8 @@
 """Worker: the hands' threads. Takes instructions, runs them beside the engine, and says what became of each.
 
-Each store has a queue (`lane.py`) and a few threads of its own, so that a slow store holds up nobody else's jobs. One
-more thread, the watchdog, sleeps until the next deadline. No torch here.
+Each store has a queue (`lane.py`) and a few threads of its own, so that a slow store holds up nobody else's jobs;
+promotions, which touch two stores, have one of their own. One more thread, the watchdog, sleeps until the next
+deadline. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
@@ -31,7 +32,7 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.transfer.jobs import Hands, JobTrouble, check_job
-from headwater.transfer.lane import RANKS, Lane
+from headwater.transfer.lane import PROMOTIONS, RANKS, Lane, lane_of
 from headwater.transfer.ledger import JobState, Ledger, Phase
 from headwater.transfer.pages import PagePool
 from headwater.transfer.staging import Staging
@@ -74,6 +75,8 @@ class Worker:
         """
         if not stores:
             raise InvalidInput("a worker needs at least one store")
+        if PROMOTIONS in stores:
+            raise InvalidInput(f"no store may be called {PROMOTIONS!r}")
         _at_least("threads_per_store", threads_per_store, 1)
         _at_least("max_extra_threads", max_extra_threads, 0)
         _at_least("slice_pages", slice_pages, 1)
@@ -102,15 +105,17 @@ class Worker:
             clock=clock,
             metrics=self._metrics,
         )
+        self._tiers = tiers
+        lanes = [*stores, PROMOTIONS] if len(stores) > 1 else list(stores)
         self._lanes = {
             name: Lane(
-                tier,
+                name,
                 self._ledger,
-                num_threads=threads_per_store,
+                num_threads=1 if name == PROMOTIONS else threads_per_store,
                 frame_bytes=naming.frame_bytes,
                 metrics=self._metrics,
             )
-            for name, tier in tiers.items()
+            for name in lanes
         }
         self._off: dict[str, str] = {}  # stores that are not used, and why
         self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
@@ -122,8 +127,8 @@ class Worker:
         try:
             self._watchdog.start()
             for lane in self._lanes.values():
-                lane.num_able = threads_per_store
-                for _ in range(threads_per_store):
+                lane.num_able = 1 if lane.name == PROMOTIONS else threads_per_store
+                for _ in range(lane.num_able):
                     self._start_thread(lane)
         except RuntimeError:  # the machine has no more threads for us
             self.close()
@@ -205,11 +210,11 @@ class Worker:
 
         False if it could not be put right. Raises InvalidInput for a store that is not here, ResourceClosed.
         """
-        if store not in self._lanes:
-            raise InvalidInput(f"there is no store {store!r} here; there are {', '.join(self._lanes)}")
+        if store not in self._tiers:
+            raise InvalidInput(f"there is no store {store!r} here; there are {', '.join(self._tiers)}")
         if self._closed:
             raise ResourceClosed("the worker is closed")
-        if not self._lanes[store].tier.revive():
+        if not self._tiers[store].revive():
             return False
         with self._ledger.lock:
             self._off.pop(store, None)
@@ -221,7 +226,7 @@ class Worker:
 
     def _check(self, instruction: Instruction) -> None:
         if isinstance(instruction, Job) and type(instruction) in RANKS:
-            check_job(instruction, self._lanes)
+            check_job(instruction, self._tiers)
         elif not isinstance(instruction, Cancel):
             raise InvalidInput(f"not the hands' work: {instruction!r}")
 
@@ -230,12 +235,12 @@ class Worker:
             self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not Phase.OVER]
             heapq.heapify(self._alarms)
         self._ledger.admit(job)
-        self._lanes[job.order.store].push(job)
+        self._lanes[lane_of(job.order)].push(job)
         self._set_alarm(job, job.order.deadline_s)
 
     def _fail(self, job: JobState, failure: Failure, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
-        self._lanes[job.order.store].remove(job)
+        self._lanes[lane_of(job.order)].remove(job)
         self._ledger.fail(job, failure, why)
 
     # --- a store's threads --------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ class Worker:
     def _start_thread(self, lane: Lane) -> None:
         """Start a thread that its lane counts already. Raises RuntimeError where there is none to be had."""
         thread = threading.Thread(
-            target=self._serve, args=(lane,), name=f"headwater {lane.tier.name} {next(self._numbers)}", daemon=True
+            target=self._serve, args=(lane,), name=f"headwater {lane.name} {next(self._numbers)}", daemon=True
         )
         self._threads = [one for one in self._threads if one.is_alive()]
         thread.start()
@@ -278,9 +283,7 @@ class Worker:
     def _run(self, job: JobState) -> None:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
         order = job.order
-        tiers = [
-            self._lanes[name].tier for name in (order.store, *([order.target] if isinstance(order, Promote) else []))
-        ]
+        tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, Promote) else []))]
         try:
             self._notice(tiers)
             self._require_on(tiers)
@@ -330,7 +333,7 @@ class Worker:
                 try:
                     self._start_thread(lane)
                 except RuntimeError as error:  # then the store has fewer threads, and its jobs end LATE
-                    log.warning("no thread to replace one that is stuck in %s: %s", lane.tier.name, error)
+                    log.warning("no thread to replace one that is stuck in %s: %s", lane.name, error)
                     with self._ledger.lock:
                         lane.num_able -= 1
             self._ledger.flush()
@@ -354,10 +357,10 @@ class Worker:
 
     def _give_up(self, job: JobState) -> None:
         """A call does not return: end the job, leave the thread to it, get another. The lock is held."""
-        lane = self._lanes[job.order.store]
+        lane = self._lanes[lane_of(job.order)]
         self._ledger.fail(job, Failure.LATE, "a store's call did not return in time")
         lane.stick(job)
-        self._metrics.event("store_stuck", store=lane.tier.name, job=job.kind)
+        self._metrics.event("store_stuck", store=lane.name, job=job.kind)
         if not self._closed and lane.num_able + lane.num_stuck < self._max_threads:
             lane.num_able += 1
             self._short_of_threads.append(lane)

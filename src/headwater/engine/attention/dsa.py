@@ -75,16 +75,14 @@ class DsaAttention:
     @cached_property
     def layout(self) -> KVLayout:
         """A key and an indexer plane per layer."""
-        make = dsa_layout if self.fp8 else dsa_plain_layout
-        options = {} if self.fp8 else {"dtype": self.kv_dtype}
-        return make(
-            num_layers=self.num_layers,
-            block_tokens=self.block_tokens,
-            lora_rank=self.lora_rank,
-            rope_dim=self.rope_dim,
-            index_dim=self.index_dim,
-            **options,
-        )
+        sizes = {
+            "num_layers": self.num_layers,
+            "block_tokens": self.block_tokens,
+            "lora_rank": self.lora_rank,
+            "rope_dim": self.rope_dim,
+            "index_dim": self.index_dim,
+        }
+        return dsa_layout(**sizes) if self.fp8 else dsa_plain_layout(**sizes, dtype=self.kv_dtype)
 
     def attend(
         self, planes: DeviceCache, layer: int, step: Step, *, q: Queries, latent: Tensor, rope: Tensor, index: Index
@@ -181,4 +179,5 @@ def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     while matrix.shape[0] < dim:
         top, bottom = torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)
         matrix = torch.cat((top, bottom))
-    return matrix * dim**-0.5
+    scaled: Tensor = matrix * float(dim) ** -0.5
+    return scaled

@@ -104,5 +104,6 @@ class GqaAttention:
 
     def _decode(self, stored: _Stored) -> Tensor:
         if self.fp8:
-            return dequantise_heads(*stored, dtype=self.dtype)
+            values, scale = stored
+            return dequantise_heads(values, scale, self.dtype)
         return stored[0].to(self.dtype)

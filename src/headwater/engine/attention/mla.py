@@ -111,7 +111,7 @@ def attend_latents(group: Group, q: Queries, rows: Tensor) -> Tensor:
 def expanded_attention(q: Queries, rows: Tensor) -> Tensor:
     """Causal attention of the last tokens of one span to rows [positions, lora + rope]."""
     heads, nope, lora = q.nope.shape[1], q.nope.shape[2], q.expand.shape[2]
-    both = functional.linear(rows[:, :lora], q.expand.flatten(0, 1)).unflatten(-1, (heads, -1))
+    both = functional.linear(rows[:, :lora], q.expand.flatten(0, 1)).unflatten(-1, (heads, -1))  # type: ignore[no-untyped-call]
     keys = torch.cat((both[..., :nope], rows[:, None, lora:].expand(-1, heads, -1)), dim=-1)
     values = both[..., nope:]
     queries = torch.cat((q.nope, q.rope), dim=-1)

@@ -57,16 +57,17 @@ def unpack_index_rows(rows: Tensor, dim: int) -> Tensor:
 
 
 def _pack(values: Tensor) -> Tensor:
-    grouped = values.float().unflatten(-1, (-1, GROUP))
+    grouped = values.float().unflatten(-1, (-1, GROUP))  # type: ignore[no-untyped-call]
     scale = _power_of_two(grouped.abs().amax(-1, keepdim=True) / FP8_MAX)
     quantised = (grouped / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8).flatten(-2)
     return torch.cat((quantised.view(torch.uint8), scale.flatten(-2).view(torch.uint8)), dim=-1)
 
 
 def _unpack(rows: Tensor, num_values: int) -> Tensor:
-    values = rows[..., :num_values].view(FP8).float().unflatten(-1, (-1, GROUP))
+    values = rows[..., :num_values].view(FP8).float().unflatten(-1, (-1, GROUP))  # type: ignore[no-untyped-call]
     scale = rows[..., num_values:].contiguous().view(torch.float32)
-    return (values * scale[..., None]).flatten(-2)
+    unpacked: Tensor = (values * scale[..., None]).flatten(-2)
+    return unpacked
 
 
 def _power_of_two(values: Tensor) -> Tensor:

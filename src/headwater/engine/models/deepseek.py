@@ -54,7 +54,7 @@ class MlaLayer:
             self.q, _ = linear("q_b_proj", heads * (self.nope + rotated), query_lora, biased=False)
         self.kv_a = linear("kv_a_proj_with_mqa", lora + rotated, hidden, biased=bias)
         self.kv_norm = weights.take(f"{name}.kv_a_layernorm.weight", lora)
-        self.expand = linear("kv_b_proj", heads * (self.nope + value), lora, biased=False)[0].unflatten(0, (heads, -1))
+        self.expand = linear("kv_b_proj", heads * (self.nope + value), lora, biased=False)[0].unflatten(0, (heads, -1))  # type: ignore[no-untyped-call]
         self.o = linear("o_proj", hidden, heads * value, biased=bias)
         self.indexer = None
         if isinstance(attention, DsaAttention):

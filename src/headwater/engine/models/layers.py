@@ -75,7 +75,7 @@ class Routing:
         scores = logits.softmax(-1) if self.scoring is Scoring.SOFTMAX else logits.sigmoid()
         ranked = scores if correction is None else scores + correction
         if self.num_groups > 1:
-            grouped = ranked.unflatten(-1, (self.num_groups, -1))
+            grouped = ranked.unflatten(-1, (self.num_groups, -1))  # type: ignore[no-untyped-call]
             best = grouped.topk(1 if self.scoring is Scoring.SOFTMAX else 2, dim=-1).values.sum(-1)
             groups = best.topk(self.num_groups_picked, dim=-1).indices
             closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, 0)

@@ -65,7 +65,7 @@ class GqaLayer:
         qkv = functional.linear(x, self.qkv, self.qkv_bias).view(len(x), query + 2 * key, -1)
         turned = qkv[:, : query + key]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = turned.split((query, key), dim=1)
+            q, k = turned.split((query, key), dim=1)  # type: ignore[no-untyped-call]
             shape = self.q_norm.shape
             turned = torch.cat(
                 (
@@ -74,7 +74,7 @@ class GqaLayer:
                 ),
                 1,
             )
-        q, k = rotation.halves(turned).split((query, key), dim=1)
+        q, k = rotation.halves(turned).split((query, key), dim=1)  # type: ignore[no-untyped-call]
         out = self.attention.attend(planes, layer, step, q=q, k=k, v=qkv[:, query + key :])
         return functional.linear(out, self.o, self.o_bias)
 

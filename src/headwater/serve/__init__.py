@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI's completions and chat over the reference engine. Needs `headwater[serve]`."""

@@ -1,0 +1,124 @@
+"""A request's body: read within limits, parsed strictly, its fields taken by name and type.
+
+Null means absent, as in OpenAI's API. Fields that nobody takes are ignored. Whatever a client sends ends as a value of
+the right type or as an ApiError that names the field; text that UTF-8 cannot say is refused here, once.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final, NoReturn
+
+from headwater.serve.errors import ApiError, invalid, shown, too_large, unsupported
+
+_READ_TIMEOUT_S: Final = 60.0
+
+
+async def read_json(
+    chunks: AsyncIterator[bytes], *, content_type: str | None, length: str | None, limit_bytes: int
+) -> dict[str, object]:
+    """The object in a body. Waits for the client, a minute at most; holds at most `limit_bytes`."""
+    # Pages of other sites may post plain text to a server on this machine without asking; JSON they may not.
+    if (content_type or "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send JSON, with 'Content-Type: application/json'", code="unsupported_media_type")
+    if length is not None and length.isdecimal() and int(length[:20]) > limit_bytes:
+        raise too_large(limit_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            async for chunk in chunks:
+                if len(body) + len(chunk) > limit_bytes:
+                    raise too_large(limit_bytes)
+                body += chunk
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {_READ_TIMEOUT_S:g} s", code="timeout") from error
+    return parse(bytes(body))
+
+
+def parse(body: bytes) -> dict[str, object]:
+    """JSON to an object; ApiError for anything else."""
+    try:
+        found = json.loads(body.decode(), parse_constant=_refuse)
+    except RecursionError as error:
+        raise invalid(None, "the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(found, dict):
+        raise invalid(None, "the body must be a JSON object", code="invalid_json")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+class Fields:
+    """The fields of an object, by name and type. `where` names the object inside the body."""
+
+    def __init__(self, values: Mapping[str, object], where: str = "") -> None:
+        self._values = values
+        self._where = where
+
+    def param(self, name: str) -> str:
+        """A field's name as messages say it."""
+        return f"{self._where}.{name}" if self._where else name
+
+    def get(self, name: str) -> object:
+        """A field as it came; None where it is null or missing."""
+        return self._values.get(name)
+
+    def text(self, name: str) -> str | None:
+        """Text."""
+        value = self.get(name)
+        return None if value is None else as_text(value, self.param(name))
+
+    def flag(self, name: str) -> bool:
+        """True or false; false where it is missing."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise invalid(self.param(name), f"{self.param(name)} must be true or false, not {shown(value)}")
+        return bool(value)
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """A whole number."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
+            message = f"{self.param(name)} must be a whole number from {least} to {most}, not {shown(value)}"
+            raise invalid(self.param(name), message)
+        return value
+
+    def number(self, name: str, least: float, most: float, default: float) -> float:
+        """A number."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not (isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most):
+            message = f"{self.param(name)} must be a number from {least:g} to {most:g}, not {shown(value)}"
+            raise invalid(self.param(name), message)
+        return float(value)
+
+    def inner(self, name: str) -> "Fields":
+        """An object; an empty one where it is missing."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise invalid(self.param(name), f"{self.param(name)} must be an object, not {shown(value)}")
+        return Fields(value or {}, self.param(name))
+
+    def refuse(self, name: str, harmless: Sequence[object], message: str) -> None:
+        """Refuse a field that is not supported, unless its value asks for nothing."""
+        value = self.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in harmless):
+            raise unsupported(self.param(name), f"{self.param(name)} is not supported here: {message}")
+
+
+def as_text(value: object, param: str) -> str:
+    """Text that UTF-8 can say; ApiError for anything else."""
+    if not isinstance(value, str):
+        raise invalid(param, f"{param} must be text, not {shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise invalid(param, f"{param} holds half a surrogate pair, which is no text") from error
+    return value

@@ -1,0 +1,112 @@
+"""What a client hears when something is wrong: a status and OpenAI's error object, for every kind of failure.
+
+A message says what is wrong and what would be right; it never holds a traceback, a path, or another client's data.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from headwater.core.errors import HeadwaterError
+
+RETRY_AFTER_S: Final = 1
+
+
+class ApiError(HeadwaterError):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.param = param
+        self.code = code
+        self.kind = kind
+
+    def document(self) -> dict[str, object]:
+        """The body, in OpenAI's shape."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
+    """400: a body that cannot be answered. `param` is the field that is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """400: a field that OpenAI's API has and this server has not."""
+    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def too_long(param: str, message: str) -> ApiError:
+    """400: more tokens than a request may have."""
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: another model."""
+    message = f"the model {shown(name)} does not exist here; this server has {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def wrong_key() -> ApiError:
+    """401: no key, or not the right one."""
+    return ApiError(
+        401,
+        "this server wants its API key: send 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """413: the body."""
+    return ApiError(
+        413,
+        f"the body is larger than the {limit_bytes} bytes that this server reads",
+        code="body_too_large",
+        headers={"Connection": "close"},  # the rest of it is not read
+    )
+
+
+def queue_full() -> ApiError:
+    """429: come back later."""
+    return ApiError(
+        429,
+        "too many requests are waiting: try again later",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def closing() -> ApiError:
+    """503: the server is going down."""
+    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+
+
+def too_late(timeout_s: float) -> ApiError:
+    """504: the answer did not come in time."""
+    return ApiError(504, f"the answer took longer than {timeout_s:g} s", kind="server_error", code="timeout")
+
+
+def internal() -> ApiError:
+    """500: our fault. What happened is in the server's log and nowhere else."""
+    return ApiError(500, "the server failed to answer this request", kind="server_error", code="internal_error")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A client's value inside a message: escaped, so that any text can be sent back, and not too long."""
+    try:
+        text = ascii(value)
+    except RecursionError:  # it could be parsed just so
+        text = "what is nested so deeply"
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,64 @@
+"""Log-probabilities in the shapes of OpenAI's two APIs. Pure."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+from headwater.engine.tokenizer import Tokenizer
+from headwater.serve.answer import Likelihood
+
+Document: TypeAlias = dict[str, Any]
+NameToken: TypeAlias = Callable[[int], str]  # what a token is called
+
+_BY_NUMBER: Final = "token_id:"
+_LEAST: Final = -9999.0  # JSON has no infinity
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text, or its number where its bytes alone are no text."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    return text if text and "\ufffd" not in text else f"{_BY_NUMBER}{token}"
+
+
+def completion_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> Document | None:
+    """The older shape: lists side by side."""
+    if not likelihoods:
+        return None
+    top = []
+    for one in likelihoods:
+        names: dict[str, float] = {}
+        for token, logprob in (*one.told.top, (one.told.token, one.told.logprob)):
+            names.setdefault(name(token), _finite(logprob))
+        top.append(names)
+    return {
+        "tokens": [name(one.told.token) for one in likelihoods],
+        "token_logprobs": [_finite(one.told.logprob) for one in likelihoods],
+        "top_logprobs": top,
+        "text_offset": [one.offset for one in likelihoods],
+    }
+
+
+def chat_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> Document | None:
+    """The newer shape: one entry per token."""
+    if not likelihoods:
+        return None
+
+    def entry(token: int, logprob: float) -> Document:
+        text = name(token)
+        known = None if text.startswith(_BY_NUMBER) else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": known}
+
+    return {
+        "content": [
+            {
+                **entry(one.told.token, one.told.logprob),
+                "top_logprobs": [entry(token, logprob) for token, logprob in one.told.top],
+            }
+            for one in likelihoods
+        ],
+        "refusal": None,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST

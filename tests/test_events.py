@@ -1,0 +1,126 @@
+"""What the brain hears and says survives JSON, whatever is in it; what is neither is refused."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.core import events as ev
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+
+KINDS = [
+    *(ev.Arrived, ev.Wanted, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Ticked),
+    *(ev.Copied, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
+    *(ev.Look, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
+]
+ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
+
+texts = st.text() | st.sampled_from(ODD)
+keys = st.binary(min_size=32, max_size=32) | st.binary(max_size=3)
+numbers = st.integers(-(1 << 70), 1 << 70)
+seconds = st.floats(allow_nan=False)
+FIELDS: dict[Any, st.SearchStrategy[Any]] = {
+    float: seconds,
+    int: numbers,
+    str: texts,
+    bool: st.booleans(),
+    bytes: st.binary(),
+    BlockKey: keys,
+    ev.Failure: st.sampled_from(ev.Failure),
+    tuple[BlockKey, ...]: st.lists(keys).map(tuple),
+    tuple[int, ...]: st.lists(numbers).map(tuple),
+    tuple[str, ...]: st.lists(texts).map(tuple),
+    tuple[tuple[str, int], ...]: st.lists(st.tuples(texts, numbers)).map(tuple),
+    tuple[tuple[str, str], ...]: st.lists(st.tuples(texts, texts)).map(tuple),
+}
+
+
+def values_of(kind: type[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{field.name: FIELDS[field.type] for field in dataclasses.fields(kind)})
+
+
+@given(st.one_of(*map(values_of, KINDS)))
+def test_everything_survives_json(value: ev.Event | ev.Instruction) -> None:
+    text = json.dumps(ev.encode(value))
+    again = ev.decode(json.loads(text))
+    assert again == value
+    assert type(again) is type(value)
+    assert json.dumps(ev.encode(again)) == text
+
+
+def test_every_kind_is_tried() -> None:
+    found = {name for name, kind in vars(ev).items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    assert found - {"Event", "Instruction", "Job"} == {kind.__name__ for kind in KINDS}
+
+
+@pytest.mark.parametrize("word", ODD)
+def test_odd_words_stay_what_they_are(word: str) -> None:
+    for value in (ev.Left(now_s=0.0, request=word), ev.Tell(kind=word, facts=((word, word),))):
+        assert ev.decode(json.loads(json.dumps(ev.encode(value)))) == value
+
+
+def test_text_and_bytes_are_told_apart() -> None:
+    text = ev.encode(ev.Granted(request="#00", slots=()))
+    assert text["request"] == "=#00"
+    assert ev.encode(ev.Look(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
+    assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=ev.Failure.LATE))["failure"] == "late"
+
+
+def test_a_failure_comes_back_as_one() -> None:
+    failed = ev.decode({"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "late"})
+    assert isinstance(failed, ev.JobFailed)
+    assert failed.failure is ev.Failure.LATE
+
+
+GARBAGE: list[dict[Any, Any]] = [
+    {},
+    {"is": None},
+    {"is": []},
+    {"is": "Nothing"},
+    {"is": "Event", "now_s": 0.0},
+    {"is": "Job", "job": 1, "store": "host", "keys": [], "deadline_s": 0.0},
+    {"is": "=Ticked", "now_s": 0.0},
+    {"now_s": 0.0},
+    {"is": "Ticked"},
+    {"is": "Ticked", "now_s": 0.0, "more": 1},
+    {"is": "Ticked", "now_s": 0.0, 3: 1},
+    {"is": "Left", "now_s": 0.0, "request": "#not hex"},
+    {"is": "Filled", "now_s": 0.0, "request": "a", "keys": ["#0"]},
+    {"is": "JobFailed", "now_s": 0.0, "job": 1},
+]
+
+
+@pytest.mark.parametrize("document", GARBAGE)
+def test_garbage_is_refused(document: dict[Any, Any]) -> None:
+    before = dict(document)
+    with pytest.raises(InvalidInput, match="neither an event nor an instruction"):
+        ev.decode(document)
+    assert document == before
+
+
+WRONG_TYPES: list[Any] = [
+    None,
+    7,
+    "Ticked",
+    ["is", "Ticked"],
+    {"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "nonsense"},
+    {"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": ["late"]},
+    {"is": "Ticked", "now_s": "soon"},
+    {"is": "Wanted", "now_s": 0.0, "request": "a", "num_blocks": None},
+    {"is": "Wanted", "now_s": 0.0, "request": 7, "num_blocks": 1},
+    {"is": "Filled", "now_s": 0.0, "request": "a", "keys": "#00"},
+    {"is": "Filled", "now_s": 0.0, "request": "a", "keys": ["text"]},
+    {"is": "Filled", "now_s": 0.0, "request": "a", "keys": {}},
+    {"is": "JobDone", "now_s": 0.0, "job": 1, "results": [1]},
+    {"is": "Load", "job": 1, "store": "s", "keys": [], "deadline_s": 0.0, "slots": ["#00"]},
+]
+
+
+@pytest.mark.parametrize("document", WRONG_TYPES)
+def test_garbage_of_the_right_kind_is_refused(document: Any) -> None:
+    with pytest.raises(InvalidInput, match="neither an event nor an instruction"):
+        ev.decode(document)
