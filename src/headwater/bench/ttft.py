@@ -192,7 +192,7 @@ def _measure_length(
     prompts = [_prompt(model, num_tokens, seed) for seed in (1, 2)]
     row: dict[str, Any] = {"tokens": num_tokens}
     limit = limit_for(
-        frame_bytes=frame_bytes(model.layout.plane_bytes), num_pages=2 * (num_tokens // options.block_tokens + 2)
+        frame_bytes=frame_bytes(model.layout.plane_bytes), num_pages=4 * (num_tokens // options.block_tokens + 2)
     )
     for tier, place in places.items():
         directory = place / f"{tier}-{num_tokens}"
@@ -200,7 +200,9 @@ def _measure_length(
             open_local(LocalStoreConfig(directory=directory, limit_bytes=limit)) as store,
             _serving(model, {tier: store}, options, num_tokens) as server,
         ):
-            server.ask(_prompt(model, num_tokens, 3))  # warm up; and what computing costs is measured
+            for seed in (3, 4):  # warm up; and what computing costs is measured
+                server.ask(_prompt(model, num_tokens, seed))
+                server.rest()
             loaded = []
             for turn in range(2 * options.rounds):
                 if turn < 2:

@@ -104,6 +104,7 @@ class TieredCache:
         self._lock = threading.RLock()  # re-entered where hands report at once, as in virtual time
         self._changed = threading.Condition(self._lock)
         self._closed = False
+        self.on_change: Callable[[], None] | None = None  # called, without a lock, when a job of anybody has ended
 
     # --- the engine's side --------------------------------------------------------------------------------------------
 
@@ -182,6 +183,8 @@ class TieredCache:
                 log.exception("the brain could not take in %s", event)
                 self.metrics.event("event_refused", what=repr(event))
             self._changed.notify_all()
+        if self.on_change is not None:
+            self.on_change()
 
     def revive(self, tier: str) -> bool:
         """Put a store right that was switched off, and use it again; False if not. Blocks, seconds for a rebuild."""

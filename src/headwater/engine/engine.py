@@ -30,7 +30,7 @@ from headwater.transfer.arena import DeviceCache
 
 log = logging.getLogger("headwater")
 
-_IDLE_S: Final = 0.002  # between looks at loads that are under way, when there is nothing to compute
+_IDLE_S: Final = 0.02  # at most, between looks at what is under way; the cache wakes us before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,8 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._num_inside = 0  # submitted and not over
         self._closing = False
+        self._news = False  # the cache heard something since it was last looked at
+        connector.cache.on_change = self._wake
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
         self._thread.start()
 
@@ -138,6 +140,12 @@ class Engine:
         """Close."""
         self.close()
 
+    def _wake(self) -> None:
+        """A store answered, or blocks came: look again."""
+        with self._lock:
+            self._news = True
+            self._lock.notify()
+
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -173,8 +181,9 @@ class Engine:
                 self._step(work)
             else:
                 with self._lock:
-                    if not self._inbox:
+                    if not (self._inbox or self._news):
                         self._lock.wait(_IDLE_S)
+                    self._news = False
 
     def _take_in(self, request: Request) -> None:
         try:
@@ -227,11 +236,9 @@ class Engine:
         )
 
     def _measure(self, work: list[Work], seconds: float) -> None:
-        prompts = [one for one in work if one.end - one.start > 1]
-        if len(prompts) == len(work):
-            num_tokens = sum(one.end - one.start for one in prompts)
-            contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in prompts)
-            self.connector.measured(num_tokens, contexts, seconds)
+        num_tokens = sum(one.end - one.start for one in work)
+        contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in work)
+        self.connector.measured(num_tokens, contexts, seconds)
 
     def _give(self, request: Request, token: int, told: TokenLogprob | None) -> None:
         if request.first_token_s is None:
