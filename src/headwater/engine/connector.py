@@ -7,11 +7,8 @@ The seam for layer-wise loading is `loaded`: a request starts when its blocks ar
 event per layer will let it start earlier.
 """
 
-from collections import deque
 from dataclasses import replace
 from typing import Final
-
-import numpy as np
 
 from headwater.cache.cache import TieredCache
 from headwater.cache.match import Match
@@ -20,7 +17,7 @@ from headwater.core.identity import CacheIdentity
 from headwater.core.keys import block_keys
 from headwater.engine.request import Phase, Request
 
-_STEPS_KEPT: Final = 64  # by which the cost of computing is fitted
+_FORGET: Final = 0.9  # of what earlier steps said, at each new one
 
 
 class Connector:
@@ -32,7 +29,8 @@ class Connector:
         self.block_tokens: Final = identity.block_tokens
         self._identity = identity
         self._look_s = look_s
-        self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=_STEPS_KEPT)
+        # Weighted sums over steps of t = a x tokens + b x (tokens x context): a least-squares fit in two unknowns.
+        self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
 
     def ask(self, request: Request, now_s: float) -> None:
         """Ask what is there of a request's tokens, or ask again."""
@@ -102,17 +100,17 @@ class Connector:
         return bill
 
     def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
-        """A step computed so many tokens; `token_contexts`: the sum over them of tokens before each.
-
-        A step costs something however little it computes, and that is not saved by loading: so the fit has a constant,
-        which is left out of what a block costs.
-        """
-        self._steps.append((1.0, float(num_tokens), float(token_contexts), seconds))
-        if num_tokens < self.block_tokens:
-            return
-        steps = np.array(self._steps)
-        fit, *_ = np.linalg.lstsq(steps[:, :3], steps[:, 3], rcond=None)
-        _, per_token_s, per_context_s = (max(0.0, float(one)) for one in fit)
+        """A step computed so many prompt tokens; `token_contexts`: the sum over them of tokens before each."""
+        x, y = float(num_tokens), float(token_contexts)
+        for name, value in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xt", x * seconds), ("_yt", y * seconds)):
+            setattr(self, name, _FORGET * getattr(self, name) + value)
+        det = self._xx * self._yy - self._xy * self._xy
+        per_token_s, per_context_s = self._xt / self._xx, 0.0
+        if det > 1e-9 * self._xx * self._yy:
+            a = (self._xt * self._yy - self._yt * self._xy) / det
+            b = (self._yt * self._xx - self._xt * self._xy) / det
+            if a > 0 and b >= 0:
+                per_token_s, per_context_s = a, b
         size = self.block_tokens
         self.cache.pace(per_token_s * size, per_context_s * size * size)
 

@@ -236,9 +236,11 @@ class Engine:
         )
 
     def _measure(self, work: list[Work], seconds: float) -> None:
-        num_tokens = sum(one.end - one.start for one in work)
-        contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in work)
-        self.connector.measured(num_tokens, contexts, seconds)
+        prompts = [one for one in work if one.end - one.start > 1]
+        if len(prompts) == len(work):
+            num_tokens = sum(one.end - one.start for one in prompts)
+            contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in prompts)
+            self.connector.measured(num_tokens, contexts, seconds)
 
     def _give(self, request: Request, token: int, told: TokenLogprob | None) -> None:
         if request.first_token_s is None:
