@@ -45,12 +45,16 @@ def run(
     samples = Samples()
     stages = (("few", others), ("many", many), ("parted", others))
     prompt = _chain(0, blocks)
+    caches: dict[str, TieredCache] = {}
     for done, (stage, num_others) in enumerate(stages):
         if tell is not None:
             tell(f"{num_others:,} blocks", done, len(stages))
-        cache = _cache(num_others + 2 * blocks)
-        _fill(cache, prompt, num_others, parted=stage == "parted")
-        _measure(cache, prompt, stage, rounds, samples)
+        caches[stage] = _cache(num_others + 2 * blocks)
+        _fill(caches[stage], prompt, num_others, parted=stage == "parted")
+    for i in range(rounds):  # in turns, so that all see the same machine
+        for stage, cache in caches.items():
+            _measure(cache, prompt, stage, f"measured {i}", samples)
+    for cache in caches.values():
         cache.close()
     figures = {"bytes_per_block": _weigh(max(1, many // 10))}
     _measure_dict(prompt, others, rounds, samples)
@@ -102,21 +106,19 @@ def _serve(cache: TieredCache, request: str, keys: list[BlockKey]) -> None:
     cache.release(request)
 
 
-def _measure(cache: TieredCache, prompt: list[BlockKey], stage: str, rounds: int, samples: Samples) -> None:
-    for i in range(rounds):
-        keys = [BlockKey(bytes(bytearray(key))) for key in prompt]  # as a hash would give them: not the same objects
-        request = f"measured {i}"
-        begin_s = time.perf_counter()
-        match = cache.match(request, keys, root=_ROOT)
-        matched_s = time.perf_counter()
-        slots = cache.reserve(request, len(prompt) + 1)
-        reserved_s = time.perf_counter()
-        cache.release(request)
-        released_s = time.perf_counter()
-        _check(match, slots, len(prompt))
-        samples.add(f"{stage}_match_ms", (matched_s - begin_s) * 1e3)
-        samples.add(f"{stage}_slots_ms", (reserved_s - matched_s) * 1e3)
-        samples.add(f"{stage}_release_ms", (released_s - reserved_s) * 1e3)
+def _measure(cache: TieredCache, prompt: list[BlockKey], stage: str, request: str, samples: Samples) -> None:
+    keys = [BlockKey(bytes(bytearray(key))) for key in prompt]  # as a hash would give them: not the same objects
+    begin_s = time.perf_counter()
+    match = cache.match(request, keys, root=_ROOT)
+    matched_s = time.perf_counter()
+    slots = cache.reserve(request, len(prompt) + 1)
+    reserved_s = time.perf_counter()
+    cache.release(request)
+    released_s = time.perf_counter()
+    _check(match, slots, len(prompt))
+    samples.add(f"{stage}_match_ms", (matched_s - begin_s) * 1e3)
+    samples.add(f"{stage}_slots_ms", (reserved_s - matched_s) * 1e3)
+    samples.add(f"{stage}_release_ms", (released_s - reserved_s) * 1e3)
 
 
 def _check(match: Match, slots: tuple[int, ...] | None, num_blocks: int) -> None:
