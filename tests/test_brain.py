@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -629,6 +630,7 @@ def test_nonsense_is_refused_and_changes_nothing() -> None:
         arrived(tenant=bytes(range(16))): "request 'waits' is here already",
         arrived(request="new", keys=(*other, short)): "a block key has 32 bytes",
         arrived(request="new", root=short): "a block key has 32 bytes",
+        arrived(request="new", tenant=b"me"): "a tenant is 16 bytes",
         ev.Wanted(now_s=0.0, request="nobody", num_blocks=1): "there is no request 'nobody'",
         ev.GaveUp(now_s=0.0, request="nobody"): "there is no request 'nobody': it has not asked, or has left",
         ev.Left(now_s=0.0, request="nobody"): "there is no request 'nobody'",
@@ -737,3 +739,97 @@ def test_tells_are_for_people() -> None:
     out = here.tell(ev.StoreOff(now_s=0.0, store="host", why="too many bad pages"))
     assert told(out, "tier_switched_off") == [{"tier": "host", "why": "too many bad pages"}]
     assert told(here.tell(ev.StoreOn(now_s=0.0, store="host")), "tier_switched_on") == [{"tier": "host"}]
+
+
+# --- what `validate` is for ---------------------------------------------------------------------------------------
+
+
+def contradiction(complaint: str) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
+    def remember(change: Callable[[World], None]) -> Callable[[World], None]:
+        CONTRADICTIONS.append((change, complaint))
+        return change
+
+    return remember
+
+
+CONTRADICTIONS: list[tuple[Callable[[World], None], str]] = []
+
+
+@contradiction("a request under another's name")
+def renamed(here: World) -> None:
+    here.brain.requests["runs"].request = "walks"
+
+
+@contradiction("a hold on other blocks")
+def other_keys(here: World) -> None:
+    here.brain.requests["runs"].keys[0] = path_keys(tokens("9"))[0]
+
+
+@contradiction("a hold without its slots")
+def longer_hold(here: World) -> None:
+    here.brain.requests["runs"].hold.num_blocks += 1
+
+
+@contradiction("slots before they were reserved")
+def early_slots(here: World) -> None:
+    here.brain.requests["waits"].own.append(7)
+
+
+@contradiction("one slot for two blocks")
+def slot_twice(here: World) -> None:
+    own = here.brain.requests["runs"].own
+    own[2] = own[1]
+
+
+@contradiction("slots that are nobody's, or two requests'")
+def lost_slot(here: World) -> None:
+    here.brain.requests["runs"].own.pop()
+
+
+@contradiction("a request that waits for nothing")
+def never_ready(here: World) -> None:
+    here.brain.requests["runs"].ready_s = None
+
+
+@contradiction("a lost load")
+def lost_load(here: World) -> None:
+    here.brain.requests["loads"].loads.clear()
+    here.brain.requests["loads"].ready_s = 0.0
+
+
+@contradiction("slots that nobody will free")
+def locked_slot(here: World) -> None:
+    here.brain.slots.quarantine([here.brain.requests["runs"].own.pop()])
+
+
+@contradiction("a block that nobody is about to have")
+def nobody_has(here: World) -> None:
+    here.brain.pending[path_keys(tokens("9"))[0]] = "runs"
+
+
+@contradiction("a job of nobody")
+def job_of_nobody(here: World) -> None:
+    del here.brain.requests["waits"]
+
+
+@contradiction("loads do not add up")
+def wrong_loads(here: World) -> None:
+    here.brain.tiers["host"].queued_load_bytes += 1
+
+
+@contradiction("saves do not add up")
+def wrong_saves(here: World) -> None:
+    here.brain.tiers["host"].queued_save_bytes += 1
+
+
+@pytest.mark.parametrize(("change", "complaint"), CONTRADICTIONS)
+def test_validate_sees_what_contradicts_itself(change: Callable[[World], None], complaint: str) -> None:
+    here = world(tier(), num_slots=10)
+    run(here, "runs", "01", more=1)
+    fill_store(here, "host", "55")
+    here.want(ask(here, "loads", "55"), 2)
+    ask(here, "waits", "7", answered=False)
+    here.check()
+    change(here)
+    with pytest.raises(AssertionError, match=complaint):
+        here.brain.validate()

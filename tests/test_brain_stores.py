@@ -198,6 +198,20 @@ def test_what_is_queued_before_it_counts_in_what_a_load_takes() -> None:
     here.close()
 
 
+@pytest.mark.parametrize("cut_short", ["failed", "late"])
+def test_nothing_is_learned_of_speed_from_what_was_cut_short(cut_short: str) -> None:
+    here = world(tier(), num_slots=8)
+    fill_store(here, "host", "01")
+    guest = ask(here, "guest", "01")
+    here.want(guest, 2)
+    here.end(the(here, ev.Load), ["hit", cut_short], seconds=60.0)
+    here.fill(guest, 1)
+    here.end(the(here, ev.Save), [cut_short] * len(the(here, ev.Save).order.keys), seconds=60.0)
+    host = here.brain.tiers["host"]
+    assert (host.loading.seconds(100, here.now_s), host.saving.seconds(100, here.now_s)) == (0.0, 0.0)
+    here.close()
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_a_measurement_that_is_none_is_not_remembered(seconds: float) -> None:
     here = world(tier(), compute_base_s=1.0)
@@ -418,6 +432,20 @@ def test_what_was_loaded_was_used_before() -> None:
     here.close()
 
 
+def test_who_had_to_make_way_and_finds_it_all_again_has_not_hit_it_twice() -> None:
+    here = world(tier("host", save=SaveWhen.HITS, save_after_hits=2), tier("disk"), num_slots=4)
+    here.leave(run(here, "first", "01"))  # disk still reads it
+    waiting = ask(here, "waiting", "01")
+    assert here.want(ask(here, "other", "789"), 3) is None
+    assert statuses(here, waiting) == ["miss"] * 2
+    ask(here, "waiting", "")
+    assert statuses(here, waiting) == ["device"] * 2
+    assert saved(here) == []
+    ask(here, "second", "01")
+    assert saved(here) == [(0, 2)]
+    here.close()
+
+
 def test_hits_of_one_who_waits_and_asks_again_count_once() -> None:
     here = world(tier(save=SaveWhen.HITS, save_after_hits=2))
     first = ask(here, "first", "012")
@@ -602,6 +630,38 @@ def test_a_save_that_fails_is_not_believed_in_though_its_request_had_to_make_way
     here.close()
 
 
+def test_no_more_saves_are_given_up_than_room_is_wanted() -> None:
+    here = world(tier(), num_slots=6)
+    for name, path in (("a", "01"), ("b", "23"), ("c", "45")):
+        here.leave(run(here, name, path))
+    assert here.want(ask(here, "other", "88"), 2) is None
+    assert [save.cancelled for save in jobs(here, ev.Save)] == [False, False, True]
+    here.close()
+
+
+def test_what_was_saved_behind_a_save_that_failed_is_written_again() -> None:
+    here = world(tier(), num_slots=12)
+    guest = run(here, "a", "01", more=4)
+    first = the(here, ev.Save)
+    here.fill(guest, 2, tokens("56"))
+    here.end(jobs(here, ev.Save)[1], ["stored", "stored"])  # a store that does not look at parents
+    here.fail(first)
+    here.fill(guest, 1, tokens("7"))
+    assert saved(here) == [(0, 5)]
+    here.close()
+
+
+def test_a_store_that_was_off_may_have_lost_everything() -> None:
+    here = world(tier())
+    guest = run(here, "a", "01", more=1)
+    finish(here)
+    here.tell(ev.StoreOff(now_s=here.now_s, store="host", why=""))
+    here.tell(ev.StoreOn(now_s=here.now_s, store="host"))
+    here.fill(guest, 1, tokens("5"))
+    assert saved(here) == [(0, 3)]
+    here.close()
+
+
 def test_saves_that_keep_room_are_given_up_for_one_who_would_run() -> None:
     here = world(tier(), num_slots=6)
     here.leave(run(here, "gone", "0123"))
@@ -669,6 +729,15 @@ def test_a_queue_that_is_full_takes_no_more() -> None:
     here.fill(guest, 1, tokens("6"))
     assert saved(here) == [(4, 2)]  # and what was dropped comes with the next
     assert here.brain.tiers["host"].queued_save_bytes == 2 * BLOCK_BYTES
+    here.close()
+
+
+def test_a_row_that_does_not_fit_behind_what_is_queued_is_dropped_whole() -> None:
+    here = world(tier(max_queued_bytes=4 * BLOCK_BYTES), num_slots=12)
+    guest = run(here, "a", "01", more=4)
+    here.fill(guest, 3, tokens("567"))  # one more block would fit, three do not
+    assert saved(here) == [(0, 2)]
+    assert total(here, "dropped_blocks_total", tier="host", reason="queue_full") == 3
     here.close()
 
 
@@ -780,6 +849,49 @@ def test_a_cancelled_probe_proves_nothing_and_the_next_one_probes() -> None:
     here.close()
 
 
+@pytest.mark.parametrize(("patience_s", "state"), [(0.0, BreakerState.CLOSED), (0.2, BreakerState.OPEN)])
+def test_an_answer_that_nobody_waited_for_speaks_against_a_store_that_was_given_time(
+    patience_s: float, state: BreakerState
+) -> None:
+    here = world(tier(breaker_failures=1))
+    guest = ask(here, "a", "0", answered=False)
+    here.now_s += patience_s
+    here.give_up(guest)
+    here.fail(the(here, ev.Look), ev.Failure.CANCELLED)
+    assert breaker(here) is state
+    here.close()
+
+
+def test_a_load_or_a_save_that_was_cancelled_says_nothing() -> None:
+    here = world(tier(breaker_failures=1))
+    fill_store(here, "host", "01")
+    guest = ask(here, "a", "012")
+    here.want(guest, 3)
+    here.now_s += 1.0
+    here.fail(the(here, ev.Load), ev.Failure.CANCELLED)
+    here.fill(guest, 3)
+    here.now_s += 1.0
+    here.fail(the(here, ev.Save), ev.Failure.CANCELLED)
+    assert breaker(here) is BreakerState.CLOSED
+    here.close()
+
+
+def test_what_can_be_asked_may_still_not_be_read() -> None:
+    """Breakers are apart: answers that come do not close the one that bytes that never come have opened."""
+    here = world(tier(breaker_failures=2), num_slots=12)
+    fill_store(here, "host", "01")
+    for name in ("a", "b"):
+        here.want(ask(here, name, "01"), 2)
+        here.fail(the(here, ev.Load), ev.Failure.LATE)
+    third = ask(here, "c", "01")
+    assert statuses(here, third) == ["host"] * 2
+    here.want(third, 2)
+    assert jobs(here, ev.Load) == []
+    here.leave(third)
+    assert here.bills[-1].miss_tokens == (("failed", 8),)
+    here.close()
+
+
 def test_a_store_that_is_off_stays_off_whatever_ends() -> None:
     here = world(tier())
     ask(here, "a", "0", answered=False)
@@ -866,6 +978,18 @@ def test_what_is_brought_counts_in_the_queue_of_the_fastest() -> None:
     ask(here, "b", "23")
     assert len(jobs(here, ev.Promote)) == 1
     assert total(here, "dropped_blocks_total", tier="host", reason="queue_full") == 2
+    here.close()
+
+
+def test_what_is_on_its_way_is_not_brought_twice() -> None:
+    here = nearer()
+    fill_store(here, "disk", "01")
+    ask(here, "a", "01")
+    ask(here, "b", "01")
+    assert len(jobs(here, ev.Promote)) == 1
+    here.fail(the(here, ev.Promote))
+    ask(here, "c", "01")
+    assert len(jobs(here, ev.Promote)) == 1
     here.close()
 
 

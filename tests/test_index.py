@@ -98,6 +98,26 @@ def test_two_that_part_in_the_middle_of_what_the_other_is_filling(index: PrefixI
     index.validate()
 
 
+def test_who_comes_along_unseen_stays_where_it_is_when_the_first_goes_on(index: PrefixIndex) -> None:
+    """A hold that counts no hit leaves no trace in the records, and is one all the same."""
+    first = put(index, "ab", 0, 1)
+    second = index.hold([], now_s=1.0)
+    assert index.advance(second, path("ab"), now_s=1.0, hit=False) == 2
+    index.extend(first, path("abc")[2:], [2], now_s=2.0)
+    assert (list(index.slots(first)), list(index.slots(second))) == ([0, 1, 2], [0, 1])
+    index.validate()
+    index.extend(second, path("abx")[2:], [3], now_s=3.0)
+    third = index.hold([], now_s=4.0)
+    index.extend(third, path("q"), [4], now_s=4.0)
+    fourth = index.hold([], now_s=4.0)
+    index.advance(fourth, path("q"), now_s=4.0, hit=False)
+    index.extend(fourth, path("qr")[1:], [5], now_s=5.0)
+    index.extend(third, path("qs")[1:], [6], now_s=6.0)
+    index.validate()
+    assert [list(index.slots(hold)) for hold in (second, third, fourth)] == [[0, 1, 3], [4, 6], [4, 5]]
+    assert [index.num_hot(first, hits) for hits in (0, 1)] == [3, 0]
+
+
 def test_only_leaves_leave_whatever_their_worth() -> None:
     for rank in (lambda facts: facts.depth, lambda facts: -facts.depth, lambda facts: 0.0):
         index = RadixIndex(Ranked(rank), block_bytes=7)
@@ -170,6 +190,16 @@ def test_marks_follow_blocks_through_splits_and_end_with_them(index: PrefixIndex
     assert [victim.stored for victim in evict_all(index)] == [0, 0]
     again = index.hold(path("abcd"), now_s=3.0)
     assert (index.num_marked(again, HOST), index.num_marked(again, DISK)) == (1, 2)
+
+
+def test_a_store_that_was_lost_has_nothing(index: PrefixIndex) -> None:
+    hold, other = put(index, "abc", 0, 1, 2), put(index, "xy", 3, 4)
+    for one in (hold, other):
+        index.mark(one, 0, one.num_blocks, bit=HOST, on=True)
+        index.mark(one, 0, one.num_blocks, bit=DISK, on=True)
+    index.unmark(HOST)
+    assert [index.num_marked(one, HOST) for one in (hold, other)] == [0, 0]
+    assert [index.num_marked(one, DISK) for one in (hold, other)] == [3, 2]
 
 
 def test_a_pin_keeps_its_blocks_and_its_marks_outlive_it(index: PrefixIndex) -> None:

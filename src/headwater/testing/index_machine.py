@@ -28,7 +28,10 @@ from headwater.policy import BlockFacts, Policy, policy_by_name
 NUM_BITS: Final = 2  # stores whose marks are tried
 NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 
-TOKENS = st.lists(st.integers(0, 1), max_size=5)
+# Mostly one path and its beginnings, so that requests meet on it, and some that part from it.
+TOKENS = st.sampled_from(["0" * num for num in range(6)] + ["1", "01", "001", "0010", "10", "101"]).map(
+    lambda word: [int(token) for token in word]
+)
 WHICH = st.integers(0, 7)
 BIT = st.integers(0, NUM_BITS - 1).map(lambda i: 1 << i)
 
