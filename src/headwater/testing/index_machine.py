@@ -10,13 +10,14 @@ as long as it lasts. So with pins out, what lies behind one may be evictable the
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, Final
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, Victim
@@ -29,11 +30,16 @@ NUM_BITS: Final = 2  # stores whose marks are tried
 NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 
 # Mostly one path and its beginnings, so that requests meet on it, and some that part from it.
-TOKENS = st.sampled_from(["0" * num for num in range(6)] + ["1", "01", "001", "0010", "10", "101"]).map(
-    lambda word: [int(token) for token in word]
+PATHS: Final = ("0000", "00000", "000", "00", "0", "0010", "001", "01", "1", "10", "101", "")  # they share, and part
+MOVES: Final = (
+    *("compute", "compute", "race", "hold", "advance", "extend", "extend", "release", "release"),
+    *("pin", "pin_coldest", "unpin", "mark", "mark", "unmark", "squeeze", "squeeze", "absolve", "wait"),
 )
-WHICH = st.integers(0, 7)
-BIT = st.integers(0, NUM_BITS - 1).map(lambda i: 1 << i)
+moves = st.lists(
+    st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 63)),
+    min_size=4,
+    max_size=10,
+)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -90,11 +96,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.holds: list[Grip] = []
         self.pins: list[Grip] = []
         self.ended: list[Grip] = []  # pins that were given back, and may still be marked
-        self.loose: list[int] = []  # slots that somebody took and put nothing into
         self.now_s = 0.0
 
     @initialize(
-        policy=st.sampled_from(sorted(POLICIES)), num_slots=st.integers(1, 16), num_ghosts=st.sampled_from((0, 3, 64))
+        policy=st.sampled_from(sorted(POLICIES)),
+        num_slots=st.sampled_from((8, 12, 20, 4, 1)),
+        num_ghosts=st.sampled_from((0, 3, 64)),
     )
     def begin(self, policy: str, num_slots: int, num_ghosts: int) -> None:
         """Empty, under one of the policies."""
@@ -104,10 +111,20 @@ class IndexMachine(RuleBasedStateMachine):
         self.slots = DeviceSlots(num_slots, self.radix)
         self.states = [SlotState.FREE] * num_slots
 
+    @rule(moves=moves)
+    def bustle(self, moves: list[tuple[str, int, str, int]]) -> None:
+        """Several moves, each by somebody, on some path; the dice decide the rest. Everything is checked in between.
+
+        One rule of many moves, and not a rule for each: hypothesis would leave out half of the rules in every example,
+        and the states worth seeing need most of them.
+        """
+        for name, which, path, number in moves:
+            getattr(self, name)(which, [int(token) for token in path], random.Random(number))
+            self.check()
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    @rule(tokens=TOKENS)
-    def hold(self, tokens: list[int]) -> None:
+    def hold(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A request comes and holds what is known."""
         keys = path_keys(tokens)
         assert self.radix.find(keys) == self.naive.find(keys)
@@ -116,21 +133,22 @@ class IndexMachine(RuleBasedStateMachine):
         grip.keys = keys[: grip.naive.num_blocks]
         self.holds.append(grip)
 
-    @precondition(lambda self: self.holds)
-    @rule(which=WHICH, tokens=TOKENS, hit=st.booleans())
-    def advance(self, which: int, tokens: list[int], hit: bool) -> None:
+    def advance(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """It looks again."""
-        grip = pick(self.holds, which)
-        keys = self.behind(grip, tokens)
-        moved = self.naive.advance(grip.naive, keys, now_s=self.now_s, hit=hit)
-        assert self.radix.advance(grip.radix, keys, now_s=self.now_s, hit=hit) == moved
-        grip.keys += keys[:moved]
+        if self.holds:
+            grip = pick(self.holds, which)
+            keys, hit = self.behind(grip, tokens), dice.random() < 0.7
+            moved = self.naive.advance(grip.naive, keys, now_s=self.now_s, hit=hit)
+            assert self.radix.advance(grip.radix, keys, now_s=self.now_s, hit=hit) == moved
+            grip.keys += keys[:moved]
 
-    @precondition(lambda self: self.holds)
-    @rule(which=WHICH, tokens=TOKENS, seen=st.booleans())
-    def extend(self, which: int, tokens: list[int], seen: bool) -> None:
+    def extend(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """It computed blocks, or loaded them; with some of them another was faster."""
-        grip = pick(self.holds, which)
+        if self.holds:
+            self.fill(pick(self.holds, which), tokens, seen=dice.random() < 0.3)
+
+    def fill(self, grip: Grip, tokens: list[int], *, seen: bool) -> None:
+        """Get or create the blocks behind a hold."""
         keys = self.behind(grip, tokens)
         slots = self.take(len(keys))
         if slots is None:
@@ -143,29 +161,43 @@ class IndexMachine(RuleBasedStateMachine):
         self.slots.know(won)
         self.become(won, SlotState.KNOWN)
 
-    @precondition(lambda self: self.holds)
-    @rule(which=WHICH, locked=st.booleans())
-    def release(self, which: int, locked: bool) -> None:
+    def compute(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """A request comes, computes what is missing, and may stay."""
+        self.hold(which, tokens, dice)
+        grip = self.holds[-1]
+        self.fill(grip, tokens[len(grip.keys) :], seen=False)
+        if dice.random() < 0.6:
+            self.release(-1, tokens, dice)
+
+    def race(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """Two requests come, find the same, and compute the same, in turns."""
+        self.hold(which, tokens, dice)
+        self.hold(which, tokens, dice)
+        for grip in (self.holds[-1], self.holds[-2], self.holds[-1]):
+            self.fill(grip, tokens[len(grip.keys) :][: dice.randint(1, 3)], seen=False)
+            self.check()
+
+    def release(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """It leaves; what is its own is free, or somebody may still write there."""
-        grip = pick(self.holds, which)
-        self.holds.remove(grip)
-        self.naive.release(grip.naive, now_s=self.now_s)
-        self.radix.release(grip.radix, now_s=self.now_s)
-        self.give_back(grip.own, locked=locked)
+        if self.holds:
+            grip = pick(self.holds, which)
+            self.holds.remove(grip)
+            self.naive.release(grip.naive, now_s=self.now_s)
+            self.radix.release(grip.radix, now_s=self.now_s)
+            self.give_back(grip.own, locked=dice.random() < 0.2)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.holds)
-    @rule(which=WHICH, num=st.none() | st.integers(0, 6))
-    def pin(self, which: int, num: int | None) -> None:
+    def pin(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A job keeps the first blocks of a hold."""
-        grip = pick(self.holds, which)
-        num = None if num is None else min(num, len(grip.keys))
-        self.pins.append(Grip(self.radix.pin(grip.radix, num), self.naive.pin(grip.naive, num), grip.keys[:num]))
+        if self.holds:
+            grip = pick(self.holds, which)
+            num = dice.choice((None, dice.randint(0, len(grip.keys))))
+            self.pins.append(Grip(self.radix.pin(grip.radix, num), self.naive.pin(grip.naive, num), grip.keys[:num]))
 
-    @rule(bit=BIT)
-    def pin_coldest(self, bit: int) -> None:
+    def pin_coldest(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A job saves who would leave next."""
+        bit = 1 << which % NUM_BITS
         lacking = [key for key in self.naive.free_leaves() if not self.naive.marks(key) & bit]
         pin = self.radix.pin_coldest(bit)
         if pin is None:
@@ -176,58 +208,47 @@ class IndexMachine(RuleBasedStateMachine):
         self.check_lowest(keys[-1], lacking)
         self.pins.append(Grip(pin, self.naive.pin_leaf(keys[-1]), keys))
 
-    @precondition(lambda self: self.pins)
-    @rule(which=WHICH)
-    def unpin(self, which: int) -> None:
+    def unpin(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """The job has read its blocks."""
-        grip = pick(self.pins, which)
-        self.pins.remove(grip)
-        self.naive.unpin(grip.naive)
-        self.radix.unpin(grip.radix)
-        self.ended.append(grip)
+        if self.pins:
+            grip = pick(self.pins, which)
+            self.pins.remove(grip)
+            self.naive.unpin(grip.naive)
+            self.radix.unpin(grip.radix)
+            self.ended = [*self.ended, grip][-4:]
 
-    @precondition(lambda self: self.holds or self.pins or self.ended)
-    @rule(which=WHICH, start=st.integers(0, 5), num=st.integers(0, 5), bit=BIT, on=st.booleans())
-    def mark(self, which: int, start: int, num: int, bit: int, on: bool) -> None:
+    def mark(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A store said what it has: of a hold, of a pin, or of what is left of one that was given back."""
-        grip = pick([*self.ended, *self.pins, *self.holds], which)
-        start = min(start, len(grip.keys))
-        end = min(start + num, len(grip.keys))
-        self.naive.mark(grip.naive, start, end, bit=bit, on=on)
-        self.radix.mark(grip.radix, start, end, bit=bit, on=on)
+        grips = [*self.holds, *self.pins, *self.ended]
+        if grips:
+            grip = dice.choice(grips)
+            start = dice.randint(0, len(grip.keys))
+            end, bit, on = dice.randint(start, len(grip.keys)), 1 << which % NUM_BITS, dice.random() < 0.7
+            self.naive.mark(grip.naive, start, end, bit=bit, on=on)
+            self.radix.mark(grip.radix, start, end, bit=bit, on=on)
 
-    @rule(bit=BIT)
-    def unmark(self, bit: int) -> None:
+    def unmark(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A store was lost."""
-        self.naive.unmark(bit)
-        self.radix.unmark(bit)
+        self.naive.unmark(1 << which % NUM_BITS)
+        self.radix.unmark(1 << which % NUM_BITS)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    @rule(num=st.integers(0, 17))
-    def grab(self, num: int) -> None:
-        """Somebody takes slots, and puts nothing into them yet."""
-        taken = self.take(num)
-        self.loose += taken or []
+    def squeeze(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """Somebody takes slots, and gives them back unused: what had to leave for them is gone."""
+        taken = self.take(which if dice.random() < 0.8 else len(self.states))
+        self.check()
+        self.give_back(taken or [], locked=dice.random() < 0.2)
 
-    @precondition(lambda self: self.loose)
-    @rule(locked=st.booleans())
-    def drop(self, locked: bool) -> None:
-        """And gives them back."""
-        self.give_back(self.loose, locked=locked)
-        self.loose = []
-
-    @rule()
-    def absolve(self) -> None:
+    def absolve(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """No job writes any more."""
         locked = [slot for slot, state in enumerate(self.states) if state is SlotState.QUARANTINED]
         self.slots.absolve(locked)
         self.become(locked, SlotState.FREE)
 
-    @rule(seconds=st.integers(1, 3))
-    def wait(self, seconds: int) -> None:
+    def wait(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """Time passes; without it, all that happens, happens at once."""
-        self.now_s += seconds
+        self.now_s += 1 + which
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -299,16 +320,21 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in slots:
             self.states[slot] = state
 
-    # --- invariants ---------------------------------------------------------------------------------------------------
+    # --- what must be true --------------------------------------------------------------------------------------------
 
-    @invariant()
+    def check(self) -> None:
+        """Everything."""
+        self.both_agree_with_themselves()
+        self.both_agree_with_each_other()
+        self.pins_keep_little_more()
+        self.every_slot_is_where_it_belongs()
+
     def both_agree_with_themselves(self) -> None:
         """Nothing contradicts itself."""
         self.radix.validate()
         self.naive.validate()
         self.slots.validate()
 
-    @invariant()
     def both_agree_with_each_other(self) -> None:
         """The same blocks, in the same slots, for the same holders."""
         assert len(self.radix) == len(self.naive)
@@ -330,13 +356,11 @@ class IndexMachine(RuleBasedStateMachine):
             for hits in range(4):
                 assert self.radix.num_hot(grip.radix, hits) == self.naive.num_hot(grip.naive, hits)
 
-    @invariant()
     def pins_keep_little_more(self) -> None:
         """What could leave differs by no more than what lies behind pins."""
         fewer = self.naive.num_evictable - self.radix.num_evictable
         assert 0 <= fewer <= len(self.behind_pins())
 
-    @invariant()
     def every_slot_is_where_it_belongs(self) -> None:
         """Each slot is in exactly one state, the one it was brought to."""
         assert [self.slots.state(slot) for slot in range(len(self.states))] == self.states
@@ -346,12 +370,12 @@ class IndexMachine(RuleBasedStateMachine):
         """Everybody leaves: all that is known could leave, and does, leaf by leaf."""
         if not hasattr(self, "radix"):
             return
+        dice = random.Random(0)
         while self.holds:
-            self.release(0, locked=False)
+            self.release(0, [], dice)
         while self.pins:
-            self.unpin(0)
-        self.drop(locked=False)
-        self.absolve()
+            self.unpin(0, [], dice)
+        self.absolve(0, [], dice)
         assert self.radix.num_evictable == len(self.radix) == len(self.naive)
         assert self.take(len(self.states)) is not None
         assert len(self.radix) == len(self.naive) == 0
