@@ -45,6 +45,15 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "intermediate_size": 512,
         "vocab_size": 1024,
     },
+    "0.5b": {  # what somebody may run without a GPU
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 4864,
+        "vocab_size": 32768,
+    },
     "8b": {
         "hidden_size": 4096,
         "num_hidden_layers": 32,

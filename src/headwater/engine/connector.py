@@ -7,6 +7,7 @@ The seam for layer-wise loading is `loaded`: a request starts when its blocks ar
 event per layer will let it start earlier.
 """
 
+from collections import deque
 from dataclasses import replace
 from typing import Final
 
@@ -14,10 +15,14 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.match import Match
 from headwater.core.events import Finished
 from headwater.core.identity import CacheIdentity
-from headwater.core.keys import block_keys
+from headwater.core.keys import BlockKey, block_keys
 from headwater.engine.request import Phase, Request
 
 _FORGET: Final = 0.9  # of what earlier steps said, at each new one
+_FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however few tokens it has
+_MANY_TOKENS: Final = 64  # a step of fewer says little of what a token costs
+_NUM_SMALL: Final = 32  # such steps that are remembered
+_NUM_SALTS: Final = 1024
 
 
 class Connector:
@@ -29,6 +34,8 @@ class Connector:
         self.block_tokens: Final = identity.block_tokens
         self._identity = identity
         self._look_s = look_s
+        self._named: dict[bytes, tuple[BlockKey, bytes]] = {}  # by salt: root and tenant
+        self._small_s: deque[float] = deque(maxlen=_NUM_SMALL)
         # Weighted sums over steps of t = a x tokens + b x (tokens x context): a least-squares fit in two unknowns.
         self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
 
@@ -41,11 +48,21 @@ class Connector:
         return self._match(request, now_s).settled or now_s - request.asked_s >= self._look_s
 
     def _match(self, request: Request, now_s: float) -> Match:
-        identity = replace(self._identity, salt=request.salt)
         self._extend_keys(request, len(request.tokens) // self.block_tokens)
         if not request.asked_s:
             request.asked_s = now_s
-        return self.cache.match(self._name(request), request.keys, root=identity.root, tenant=identity.tenant)
+        root, tenant = self._names(request.salt)
+        return self.cache.match(self._name(request), request.keys, root=root, tenant=tenant)
+
+    def _names(self, salt: bytes) -> tuple[BlockKey, bytes]:
+        """Root and tenant of a salt: digests, made once."""
+        found = self._named.get(salt)
+        if found is None:
+            if len(self._named) >= _NUM_SALTS:
+                self._named.clear()
+            identity = replace(self._identity, salt=salt)
+            found = self._named[salt] = identity.root, identity.tenant
+        return found
 
     def admit(self, request: Request) -> bool:
         """Take slots for all tokens and the next one, and begin to load. False: there is no room now."""
@@ -100,7 +117,16 @@ class Connector:
         return bill
 
     def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
-        """A step computed so many prompt tokens; `token_contexts`: the sum over them of tokens before each."""
+        """A step computed so many tokens; `token_contexts`: the sum over them of tokens before each.
+
+        What a step costs however few tokens it has is left out of what a token costs: loading does not save it, because
+        a request with a hit needs a step too.
+        """
+        if num_tokens <= _FEW_TOKENS:
+            self._small_s.append(seconds)
+        if num_tokens < _MANY_TOKENS:
+            return
+        seconds = max(0.0, seconds - min(self._small_s, default=0.0))
         x, y = float(num_tokens), float(token_contexts)
         for name, value in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xt", x * seconds), ("_yt", y * seconds)):
             setattr(self, name, _FORGET * getattr(self, name) + value)
@@ -119,7 +145,7 @@ class Connector:
         if done >= num_blocks:
             return
         size = self.block_tokens
-        root = replace(self._identity, salt=request.salt).root
+        root, _ = self._names(request.salt)
         request.keys += block_keys(
             request.tokens[done * size : num_blocks * size],
             parent=request.keys[-1] if done else root,

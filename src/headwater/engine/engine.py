@@ -30,6 +30,7 @@ from headwater.transfer.arena import DeviceCache
 
 log = logging.getLogger("headwater")
 
+_NUM_WARM: Final = 3  # steps to see what a step costs
 _IDLE_S: Final = 0.02  # at most, between looks at what is under way; the cache wakes us before
 
 
@@ -160,6 +161,7 @@ class Engine:
                 self._tell_end(request, Finish.FAILED, "the engine stopped")
 
     def _run(self) -> None:
+        self._warm_up()
         while True:
             with self._lock:
                 while self._scheduler.idle and not self._inbox and not self._closing:
@@ -185,6 +187,19 @@ class Engine:
                         self._lock.wait(_IDLE_S)
                     self._news = False
 
+    def _warm_up(self) -> None:
+        """Find out what a step costs however few tokens it has, in a slot that nobody has yet."""
+        for turn in range(1 + _NUM_WARM):
+            begin_s = time.perf_counter()
+            self.model.forward(self._planes, [Span(tokens=[0], start=0, slots=(0,))])
+            self._wait_for_device()
+            if turn:  # the first one compiles and allocates
+                self.connector.measured(1, 0, time.perf_counter() - begin_s)
+
+    def _wait_for_device(self) -> None:
+        if self._planes.device.type == "cuda":
+            torch.cuda.current_stream(self._planes.device).synchronize()
+
     def _take_in(self, request: Request) -> None:
         try:
             self._scheduler.add(request, time.monotonic())
@@ -205,8 +220,7 @@ class Engine:
                 [len(one.request.tokens) for one in sampling],
                 [_seed(one.request) for one in sampling],
             )
-            if self._planes.device.type == "cuda":
-                torch.cuda.current_stream(self._planes.device).synchronize()
+            self._wait_for_device()
         except Exception as error:
             log.exception("a step failed")
             for one in work:  # nothing of it is committed: what it wrote is nobody's
@@ -219,9 +233,12 @@ class Engine:
             one.request.num_recomputed += one.end - one.start
             one.request.whole = False
             self.num_computed_tokens += one.end - one.start
+        ends = [self._give(one.request, token, told) for one, (token, told) in zip(sampling, chosen, strict=True)]
+        for one in work:  # who waits for a token has it; now there is time for the cache
             self.connector.commit(one.request)
-        for one, (token, told) in zip(sampling, chosen, strict=True):
-            self._give(one.request, token, told)
+        for one, end in zip(sampling, ends, strict=True):
+            if end is not None:
+                self._end(one.request, end)
 
     def _span(self, one: Work) -> Span:
         request = one.request
@@ -236,23 +253,20 @@ class Engine:
         )
 
     def _measure(self, work: list[Work], seconds: float) -> None:
-        prompts = [one for one in work if one.end - one.start > 1]
-        if len(prompts) == len(work):
-            num_tokens = sum(one.end - one.start for one in prompts)
-            contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in prompts)
-            self.connector.measured(num_tokens, contexts, seconds)
+        num_tokens = sum(one.end - one.start for one in work)
+        contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in work)
+        self.connector.measured(num_tokens, contexts, seconds)
 
-    def _give(self, request: Request, token: int, told: TokenLogprob | None) -> None:
+    def _give(self, request: Request, token: int, told: TokenLogprob | None) -> Finish | None:
+        """Hand a token out. Returns why it was the last, if it was."""
         if request.first_token_s is None:
             request.first_token_s = time.monotonic()
         stops = token in request.sampling.stop_ids or (token in self.model.eos_ids and not request.sampling.ignore_eos)
         if stops:
-            self._end(request, Finish.STOP)
-            return
+            return Finish.STOP
         request.tokens.append(token)
         self._tell(request, Output(tokens=(token,), logprobs=(told,) if told is not None else ()))
-        if request.num_generated >= request.sampling.max_tokens:
-            self._end(request, Finish.LENGTH)
+        return Finish.LENGTH if request.num_generated >= request.sampling.max_tokens else None
 
     def _end(self, request: Request, finish: Finish, error: str = "") -> None:
         self.connector.release(request)

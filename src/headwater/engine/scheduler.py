@@ -95,6 +95,8 @@ class Scheduler:
         budget = self._step_tokens
         work: dict[Request, Work] = {}
         for request in list(self.running):
+            if request.phase is Phase.WAITING:  # it has just given way to an older one
+                continue
             if request.preempt_at is not None and request.num_computed >= request.preempt_at:
                 request.preempt_at = None
                 self._preempt(request)
