@@ -15,6 +15,10 @@ from hypothesis import HealthCheck, settings
 from headwater.metrics import Metrics
 from headwater.testing.processes import Helper
 
+# Triton looks when it is imported, and somebody else may import it first: without a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 Metrics.strict = True  # a name nobody declared fails the test that counts it
 
 settings.register_profile(

@@ -73,22 +73,35 @@ def _planes(
     cache: DeviceCache, pages: torch.Tensor, layout: KVLayout, payload_offset: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair each plane's rows in the cache with its columns in the pages, both [n, plane bytes]."""
+    check_rows(pages, payload_offset, layout.page_bytes)
+    return [
+        (row, pages.narrow(1, payload_offset + offset, row.shape[1]))
+        for row, offset in zip(find_planes(cache, layout), layout.offsets, strict=True)
+    ]
+
+
+def check_rows(pages: torch.Tensor, payload_offset: int, num_bytes: int) -> None:
+    """Raise InvalidCopy unless these are rows of bytes, apart from each other, with room for the payload."""
     if pages.dtype != torch.uint8 or pages.dim() != 2:
         raise InvalidCopy(f"pages must be uint8 rows, not {pages.dtype} of shape {tuple(pages.shape)}")
     if len(pages) > 1 and (pages.stride(0) < pages.shape[1] or pages.stride(1) != 1):
         raise InvalidCopy(f"pages must be rows that do not overlap, not strides of {pages.stride()}")
-    if payload_offset < 0 or payload_offset + layout.page_bytes > pages.shape[1]:
+    if payload_offset < 0 or payload_offset + num_bytes > pages.shape[1]:
         raise InvalidCopy(
-            f"a payload of {layout.page_bytes} bytes at offset {payload_offset} does not fit rows of {pages.shape[1]}"
+            f"a payload of {num_bytes} bytes at offset {payload_offset} does not fit rows of {pages.shape[1]}"
         )
+
+
+def find_planes(cache: DeviceCache, layout: KVLayout) -> list[torch.Tensor]:
+    """The cache's rows for each plane of a layout, in its flat order; InvalidCopy where a plane is not the same."""
     rows = cache.rows
-    pairs = []
-    for plane, offset in zip(layout.planes, layout.offsets, strict=True):
+    found = []
+    for plane in layout.planes:
         index = cache.layout.index(plane.role.name, plane.layer)
         if cache.layout.planes[index] != plane:
             raise InvalidCopy(f"the cache's plane is {cache.layout.planes[index]}, the page's {plane}")
-        pairs.append((rows[index], pages.narrow(1, payload_offset + offset, plane.num_bytes)))
-    return pairs
+        found.append(rows[index])
+    return found
 
 
 def _ids(what: str, ids: Ids, end: int, *, unique: bool) -> torch.Tensor:
