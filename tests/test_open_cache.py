@@ -44,9 +44,8 @@ def engine(
     with (
         create_kv_cache(layout, num_slots, device) as planes,
         create_host_cache(frame_bytes(layout.plane_bytes), 8) as pages,
-        open_cache(
-            config, stores, TorchStaging(planes, pages), layout=layout, identity=IDENTITY, metrics=metrics
-        ) as cache,
+        TorchStaging(planes, pages) as staging,
+        open_cache(config, stores, staging, layout=layout, identity=IDENTITY, metrics=metrics) as cache,
     ):
         yield cache, planes
 
@@ -117,10 +116,13 @@ def test_what_one_engine_computed_another_finds(name: str, device: str, shm: Pat
 def test_tiers_and_stores_must_fit() -> None:
     layout = next(iter(LAYOUTS.values()))
     config = CacheConfig(num_slots=4, block_tokens=layout.block_tokens, block_bytes=1, tiers=(TierConfig(name="host"),))
-    with create_kv_cache(layout, 4) as planes, create_host_cache(frame_bytes(layout.plane_bytes), 2) as pages:
-        staging = TorchStaging(planes, pages)
-        with pytest.raises(InvalidConfig, match=r"the tiers are \['host'\], the stores \[\]"):
-            open_cache(config, {}, staging, layout=layout, identity=IDENTITY)
+    with (
+        create_kv_cache(layout, 4) as planes,
+        create_host_cache(frame_bytes(layout.plane_bytes), 2) as pages,
+        TorchStaging(planes, pages) as staging,
+        pytest.raises(InvalidConfig, match=r"the tiers are \['host'\], the stores \[\]"),
+    ):
+        open_cache(config, {}, staging, layout=layout, identity=IDENTITY)
 
 
 def test_without_stores_it_is_a_device_cache_that_knows_its_prefixes() -> None:
@@ -193,10 +195,11 @@ def test_recorded_events_lead_to_the_same_state_again(shm: Path) -> None:
         open_local(LocalStoreConfig(directory=shm / "store", limit_bytes=64 << 20)) as host,
         create_kv_cache(layout, 8) as planes,
         create_host_cache(frame_bytes(layout.plane_bytes), 4) as pages,
+        TorchStaging(planes, pages) as staging,
         open_cache(
             config,
             {"host": host},
-            TorchStaging(planes, pages),
+            staging,
             layout=layout,
             identity=IDENTITY,
             record=events.append,

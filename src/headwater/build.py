@@ -101,6 +101,7 @@ def open_cache(
     )
     cache = TieredCache(brain, worker, clock=clock, metrics=metrics, record=record)
     worker.deliver = cache.deliver
+    worker.on_first_layer(cache.notice)
     return cache
 
 
@@ -166,7 +167,7 @@ def open_engine(
             if pages is None:
                 stores = {}
             else:
-                staging = TorchStaging(planes, stack.enter_context(pages))
+                staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
         cache_config = CacheConfig(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,

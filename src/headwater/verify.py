@@ -38,7 +38,9 @@ from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import WrapperStore
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.copy_engine import Transfer
 from headwater.transfer.staging import TorchStaging
+from headwater.transfer.wire import Digests
 
 FAMILIES: Final = {  # what is verified when no model is given: family of the checkpoint, and how its KV is kept
     "gqa": ("llama", "auto"),
@@ -105,6 +107,23 @@ class _Injecting(TorchStaging):
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Write, then spoil."""
         super().scatter(pages, slots)
+        self._spoil(slots)
+
+    def scatter_from(
+        self,
+        frames: Sequence[memoryview],
+        slots: Sequence[int],
+        *,
+        expected: Digests,
+        on_planes: Callable[[int], None] | None = None,
+    ) -> Transfer:
+        """Write, then spoil, before anybody hears of it."""
+        transfer = super().scatter_from(frames, slots, expected=expected)
+        transfer.wait()
+        self._spoil(slots)
+        return transfer
+
+    def _spoil(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self._rows[0][slot, 0] ^= 0x40
 
@@ -172,7 +191,7 @@ def _rig(
     with ExitStack() as stack:
         planes = stack.enter_context(create_kv_cache(model.layout, num_blocks, model.device))
         pages = stack.enter_context(create_host_cache(frame_bytes(model.layout.plane_bytes), 8))
-        staging = (_Injecting if inject else TorchStaging)(planes, pages)
+        staging = stack.enter_context((_Injecting if inject else TorchStaging)(planes, pages))
         cache = stack.enter_context(
             open_cache(config, stores, staging, layout=model.layout, identity=model.identity.digest)
         )

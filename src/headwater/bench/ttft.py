@@ -154,7 +154,7 @@ def _serving(model: Model, stores: dict[str, Store], options: Options, num_token
         staging = None
         if stores:
             pages = create_host_cache(frame_bytes(model.layout.plane_bytes), _STAGING_PAGES)
-            staging = TorchStaging(planes, stack.enter_context(pages))
+            staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
         cache = stack.enter_context(
             open_cache(config, stores, staging, layout=model.layout, identity=model.identity.digest)
         )

@@ -47,6 +47,10 @@ class Hands(Protocol):
         """Put a store right that was switched off; False if that did not work. Blocks."""
         ...
 
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or it is over."""
+        ...
+
 
 class NoHands:
     """The hands of a cache without stores: nothing is to be done, and nothing is."""
@@ -66,6 +70,10 @@ class NoHands:
         """There is none."""
         raise InvalidInput(f"there is no store {store!r}")
 
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """There is no load."""
+        return False
+
 
 class Clock(Protocol):
     """Where time comes from."""
@@ -77,10 +85,14 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a request is: its first `num_ready` blocks are on the device and may be used."""
+    """How far a request is: its first `num_ready` blocks are on the device and may be used.
+
+    While it is `loading`, the first `num_expected` will be, if all goes well.
+    """
 
     num_ready: int
     loading: bool
+    num_expected: int
 
 
 class TieredCache:
@@ -108,14 +120,27 @@ class TieredCache:
 
     # --- the engine's side --------------------------------------------------------------------------------------------
 
-    def match(self, request: str, keys: Sequence[BlockKey], *, root: BlockKey, tenant: bytes = ev.NO_TENANT) -> Match:
+    def match(
+        self,
+        request: str,
+        keys: Sequence[BlockKey],
+        *,
+        root: BlockKey,
+        tenant: bytes = ev.NO_TENANT,
+        resumed: bool = False,
+    ) -> Match:
         """What is there of a prompt, by the keys of its full blocks. What is on the device is held until release.
 
+        `resumed`: the request was preempted and comes back; its own blocks are not counted as hits.
         Ask again to see what the stores answered since. Raises InvalidInput for keys that are none, and for a request
         that is here already with other keys.
         """
         with self._lock:
-            self._handle(ev.Arrived(now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant))
+            self._handle(
+                ev.Arrived(
+                    now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant, resumed=resumed
+                )
+            )
             return self.brain.view(request)
 
     def reserve(self, request: str, num_blocks: int, *, load: bool = True) -> tuple[int, ...] | None:
@@ -146,6 +171,27 @@ class TieredCache:
                 if not waiting or left_s <= 0 or self._closed:
                     return progress
                 self._changed.wait(left_s)
+
+    def wait_layer(self, request: str, layer: int, timeout_s: float) -> bool:
+        """Wait until all blocks that are being loaded have their planes up to a layer's on the device, verified.
+
+        Blocks, until the time is over at most. False: it was, or a load failed. What True allows is to compute with
+        that layer; the blocks count as loaded when `poll` says so, and not before.
+        """
+        until_s = self._clock.monotonic() + timeout_s
+        with self._lock:
+            self._progress(request)
+            record = self.brain.requests[request]
+            jobs = list(record.loads)
+        for job in jobs:
+            if job.results is None and self._hands.wait_layer(job.job, layer, until_s - self._clock.monotonic()):
+                continue
+            with self._lock:  # it is over, or late: then its event says what came of it
+                while job.results is None and not self._closed and (left_s := until_s - self._clock.monotonic()) > 0:
+                    self._changed.wait(left_s)
+                if job.results is None or any(result != "hit" for result in job.results):
+                    return False
+        return record.broken is None
 
     def give_up(self, request: str) -> None:
         """Do not wait for stores any longer. Loads under way are cancelled; `poll` says when their slots are usable."""
@@ -183,6 +229,10 @@ class TieredCache:
                 log.exception("the brain could not take in %s", event)
                 self.metrics.event("event_refused", what=repr(event))
             self._changed.notify_all()
+        self.notice()
+
+    def notice(self) -> None:
+        """Something may have changed that no event tells: a load has begun to arrive. For the hands."""
         if self.on_change is not None:
             self.on_change()
 
@@ -261,4 +311,5 @@ class TieredCache:
         record = self.brain.requests.get(request)
         if record is None:
             raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
-        return Progress(record.hold.num_blocks, loading=bool(record.loads))
+        ready, loading = record.hold.num_blocks, bool(record.loads)
+        return Progress(ready, loading=loading, num_expected=record.load_end if loading else ready)

@@ -47,6 +47,7 @@ class RequestRecord:
     root: BlockKey
     tenant: bytes
     hold: Hold
+    resumed: bool = False  # it was here before, and was preempted
     looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
     asked_s: float = 0.0  # when the stores were asked, the last time
     answered_s: float | None = None  # when no store was being asked any more

@@ -26,7 +26,14 @@ def digest(brain: "Brain") -> str:
                 request.look_start,
             ),
             *(request.unasked, request.num_loaded, request.loaded_bytes, request.reserved_s, request.num_prompt),
-            *(request.root.hex(), request.tenant.hex(), request.asked_s, request.answered_s, request.gave_way),
+            *(
+                request.root.hex(),
+                request.tenant.hex(),
+                request.asked_s,
+                request.answered_s,
+                request.gave_way,
+                request.resumed,
+            ),
         ]
         for request in brain.requests.values()
     ]

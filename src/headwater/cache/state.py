@@ -119,6 +119,7 @@ class Brain:
             root=event.root,
             tenant=event.tenant,
             hold=self.index.hold(keys, now_s=event.now_s),
+            resumed=event.resumed,
             asked_s=event.now_s,
         )
         self.requests[event.request] = request
@@ -271,7 +272,8 @@ class Brain:
         """The bill of a request: where its prompt came from, and what that was worth."""
         size = self.config.block_tokens
         served = request.ready_s is not None
-        self.accounts.add("requests_total", 1, outcome="served" if served else "left_early")
+        outcome = "resumed" if request.resumed else "served"
+        self.accounts.add("requests_total", 1, outcome=outcome if served else "left_early")
         if not served or request.ready_s is None:
             return
         blocks = {DEVICE: min(request.base, request.num_prompt), **request.num_loaded}
@@ -280,13 +282,14 @@ class Brain:
         answered_s = request.asked_s if request.answered_s is None else request.answered_s
         waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s
         saved_s = self.cost.row_s(0, sum(blocks.values())) - waited_s
-        for tier, tokens in hits:
-            self.accounts.add("hit_tokens_total", tokens, tier=tier)
-        for reason, tokens in misses:
-            self.accounts.add("miss_tokens_total", tokens, reason=reason)
-        self.accounts.add("waited_seconds_total", waited_s)
-        self.accounts.add("saved_seconds_total", max(saved_s, 0.0))
-        self.accounts.add("lost_seconds_total", max(-saved_s, 0.0))
+        if not request.resumed:
+            for tier, tokens in hits:
+                self.accounts.add("hit_tokens_total", tokens, tier=tier)
+            for reason, tokens in misses:
+                self.accounts.add("miss_tokens_total", tokens, reason=reason)
+            self.accounts.add("waited_seconds_total", waited_s)
+            self.accounts.add("saved_seconds_total", max(saved_s, 0.0))
+            self.accounts.add("lost_seconds_total", max(-saved_s, 0.0))
         self._out.append(
             ev.Finished(
                 request=request.request,

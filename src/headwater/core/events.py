@@ -57,6 +57,7 @@ class Arrived(Event):
     keys: tuple[BlockKey, ...]  # of the prompt's full blocks
     root: BlockKey  # what the first of them builds on
     tenant: bytes = NO_TENANT
+    resumed: bool = False  # it was preempted: what it finds is mostly its own, and counts as no hit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

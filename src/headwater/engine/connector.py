@@ -3,8 +3,9 @@
 What is loaded and what is computed is the cache's decision, by what was measured: this module measures what computing
 costs (`measured`) and tells. A load that fails or is late has become tokens to compute by the time `loaded` says yes.
 
-The seam for layer-wise loading is `loaded`: a request starts when its blocks are there; a copy engine that fires an
-event per layer will let it start earlier.
+A request starts when its blocks are there, or, where nobody else has work (`coming`), as soon as its first layer is:
+`wait_layer` holds each layer up until its bytes are on the device and verified, and `arrived` says at the end whether
+all of them came. If not, the step was for nothing, and is thrown away (rule 1).
 """
 
 from collections import deque
@@ -23,6 +24,7 @@ _FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however 
 _MANY_TOKENS: Final = 64  # a step of fewer says little of what a token costs
 _NUM_SMALL: Final = 32  # such steps that are remembered
 _NUM_SALTS: Final = 1024
+_LOAD_S: Final = 60.0  # longer than any load's own deadline: that one ends the waiting
 
 
 class Connector:
@@ -52,7 +54,8 @@ class Connector:
         if not request.asked_s:
             request.asked_s = now_s
         root, tenant = self._names(request.salt)
-        return self.cache.match(self._name(request), request.keys, root=root, tenant=tenant)
+        resumed = request.preemptions > 0
+        return self.cache.match(self._name(request), request.keys, root=root, tenant=tenant, resumed=resumed)
 
     def _names(self, salt: bytes) -> tuple[BlockKey, bytes]:
         """Root and tenant of a salt: digests, made once."""
@@ -78,11 +81,38 @@ class Connector:
         progress = self.cache.poll(self._name(request))
         if progress.loading:
             return False
-        ready = progress.num_ready * self.block_tokens
-        request.num_committed = progress.num_ready
+        self._set_computed(request, progress.num_ready)
+        return True
+
+    def _set_computed(self, request: Request, num_blocks: int) -> None:
+        ready = num_blocks * self.block_tokens
+        request.num_committed = num_blocks
         request.whole = ready >= len(request.tokens)
         request.num_computed = min(ready, len(request.tokens) - 1)
+
+    def coming(self, request: Request) -> bool:
+        """Whether a request that loads may begin: the first layer of all its blocks is there.
+
+        Then its computed tokens are what will be there, if all goes well.
+        """
+        name = self._name(request)
+        if not self.cache.wait_layer(name, 0, 0.0):
+            return False
+        self._set_computed(request, self.cache.poll(name).num_expected)
         return True
+
+    def wait_layer(self, request: Request, layer: int) -> bool:
+        """Wait for a layer of what is being loaded. Blocks, as long as a load may take. False: it will not come."""
+        return self.cache.wait_layer(self._name(request), layer, _LOAD_S)
+
+    def arrived(self, request: Request) -> bool:
+        """Wait until nothing is being loaded any more; whether all came that was coming. Blocks, as `wait_layer`.
+
+        If not, the request's computed tokens are what is there.
+        """
+        expected = request.num_computed, request.whole
+        self.cache.wait(self._name(request), _LOAD_S)
+        return self.loaded(request) and (request.num_computed, request.whole) == expected
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Slots for so many tokens. False: there is no room now."""

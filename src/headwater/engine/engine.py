@@ -6,6 +6,9 @@ Commits come after the device has finished the step, so after its bytes are ther
 cached computes its last token again, beside the shared block: that block is copied to the request's next slot, which is
 its own, and the token is computed there, so nothing is ever written into a block that others read.
 
+A request whose blocks are still on their way may compute behind them, layer by layer, where nobody else has work. If a
+block does not come, or is wrong, that step is thrown away: nothing of it is committed, and no token leaves.
+
 Not here: HTTP, text, tokenizers. A listener is called from the engine's thread with each request's outputs.
 """
 
@@ -13,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -47,6 +50,10 @@ class EngineConfig:
         for name in ("max_running", "max_waiting", "step_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name} must be at least 1, not {getattr(self, name)!r}")
+
+
+class _LoadFailed(Exception):
+    """What was being loaded will not come."""
 
 
 class Engine:
@@ -156,7 +163,7 @@ class Engine:
             log.exception("the engine stops")
             with self._lock:
                 self._closing = True
-                left = [*self._scheduler.running, *self._scheduler.waiting, *self._inbox]
+                left = dict.fromkeys([*self._scheduler.running, *self._scheduler.waiting, *self._inbox])
             for request in left:
                 self._tell_end(request, Finish.FAILED, "the engine stopped")
 
@@ -166,11 +173,11 @@ class Engine:
             with self._lock:
                 while self._scheduler.idle and not self._inbox and not self._closing:
                     self._lock.wait()
-                arrived = list(self._inbox)
-                self._inbox.clear()
+                num_arrived = len(self._inbox)
                 closing = self._closing
-            for request in arrived:
-                self._take_in(request)
+            for _ in range(num_arrived):
+                self._take_in(self._inbox[0])
+                self._inbox.popleft()  # after it was taken in: whoever is in neither place is told nothing
             if closing:
                 for request in [*self._scheduler.running, *self._scheduler.waiting]:
                     self._end(request, Finish.CANCELLED)
@@ -209,7 +216,11 @@ class Engine:
     def _step(self, work: list[Work]) -> None:
         begin_s = time.perf_counter()
         try:
-            logits = self.model.forward(self._planes, [self._span(one) for one in work])
+            spans = [self._span(one) for one in work]
+            gate = self._gate(work[0]) if work[0].early else None
+            logits = self.model.forward(self._planes, spans, before_layer=gate)
+            if work[0].early and not self.connector.arrived(work[0].request):
+                raise _LoadFailed
             sampling = [one for one in work if one.samples]
             if self._watch is not None:
                 for row, one in enumerate(sampling):
@@ -221,12 +232,18 @@ class Engine:
                 [_seed(one.request) for one in sampling],
             )
             self._wait_for_device()
+        except _LoadFailed:
+            self._wait_for_device()
+            return  # it goes on with what is there
         except Exception as error:
             log.exception("a step failed")
             for one in work:  # nothing of it is committed: what it wrote is nobody's
                 self._end(one.request, Finish.FAILED, f"{type(error).__name__}: {error}")
             return
-        self._measure(work, time.perf_counter() - begin_s)
+        if work[0].early:
+            work[0].request.phase = Phase.RUNNING
+        else:
+            self._measure(work, time.perf_counter() - begin_s)
         self.num_steps += 1
         for one in work:
             one.request.num_computed = one.end
@@ -245,12 +262,31 @@ class Engine:
         slots = request.slots
         if request.whole:
             at = one.start // self.model.block_tokens
-            for row in self._planes.rows:
-                row[slots[at + 1]] = row[slots[at]]
+            if not one.early:
+                self._copy_block(slots[at], slots[at + 1], range(len(self._planes.rows)))
             slots = (*slots[:at], slots[at + 1])
         return Span(
             tokens=request.tokens[one.start : one.end], start=one.start, slots=slots, num_logits=int(one.samples)
         )
+
+    def _gate(self, one: Work) -> Callable[[int], None]:
+        """What a step does before each layer whose bytes are still on their way."""
+        at = one.start // self.model.block_tokens
+        layers = [plane.layer for plane in self.model.layout.planes]
+
+        def wait(layer: int) -> None:
+            if not self.connector.wait_layer(one.request, layer):
+                raise _LoadFailed
+            if one.request.whole:
+                slots = one.request.slots
+                self._copy_block(slots[at], slots[at + 1], [i for i, of in enumerate(layers) if of == layer])
+
+        return wait
+
+    def _copy_block(self, source: int, target: int, planes: Iterable[int]) -> None:
+        for plane in planes:
+            row = self._planes.rows[plane]
+            row[target] = row[source]
 
     def _measure(self, work: list[Work], seconds: float) -> None:
         num_tokens = sum(one.end - one.start for one in work)

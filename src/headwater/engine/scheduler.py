@@ -40,6 +40,10 @@ class Slots(Protocol):
         """Whether nothing is being loaded any more."""
         ...
 
+    def coming(self, request: Request) -> bool:
+        """Whether a request that loads may begin to compute, layer by layer behind its bytes."""
+        ...
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Slots for so many tokens; False: no room."""
         ...
@@ -56,6 +60,7 @@ class Work:
     request: Request
     start: int
     end: int
+    early: bool = False  # its blocks are still being loaded: each layer waits for its own bytes
 
     @property
     def samples(self) -> bool:
@@ -108,7 +113,16 @@ class Scheduler:
                 end = min(len(request.tokens), request.num_computed + budget)
                 work[request] = Work(request, request.num_computed, end)
                 budget -= end - request.num_computed
-        return [one for request, one in work.items() if request.phase is Phase.RUNNING]  # some were preempted
+        planned = [one for request, one in work.items() if request.phase is Phase.RUNNING]  # some were preempted
+        return planned or self._plan_early()
+
+    def _plan_early(self) -> list[Work]:
+        """Nobody else has work: who loads may compute behind its bytes. Alone, because others would wait with it."""
+        for request in self.running:
+            if request.phase is Phase.LOADING and self._slots.coming(request):
+                end = min(len(request.tokens), request.num_computed + self._step_tokens)
+                return [Work(request, request.num_computed, end, early=True)]
+        return []
 
     @property
     def idle(self) -> bool:

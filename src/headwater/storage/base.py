@@ -164,6 +164,13 @@ class Addressable(ABC):
     """A store whose pages can be written and read in place, by a copy engine or a plain copy."""
 
     @abstractmethod
+    def memory(self) -> memoryview | None:
+        """All memory that pages lie in, to be registered with a device; None while the store is down.
+
+        It changes when a damaged store is put right, so ask again.
+        """
+
+    @abstractmethod
     def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
         """Take a slot for each (page, frame bytes). Nobody else writes there until publish or abandon."""
 

@@ -19,6 +19,10 @@ from headwater.storage.mirror import Slot
 class MappedStore(LocalStore, Addressable):
     """A LocalStore that can be addressed. Made by `build.open_local` where the directory lies on tmpfs."""
 
+    def memory(self) -> memoryview | None:
+        """The slab's mapping. A view of it keeps it mapped, past close() and past a rebuild."""
+        return self._run(lambda at: at.slab.memory, None)
+
     def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
         """Take a slot for each (page, frame bytes)."""
         results: list[Reservation | PutStatus] = [PutStatus.FAILED] * len(pages)

@@ -6,7 +6,10 @@ cache; elsewhere the frame is sealed where it lies and put. What a copy engine d
 
 from collections.abc import Sequence
 
-from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into
+import numpy as np
+import numpy.typing as npt
+
+from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into, write_header
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store
 
@@ -18,15 +21,20 @@ def put_sealed(
     *,
     now_ms: int,
     deadline: Deadline,
+    digests: npt.NDArray[np.uint64] | None = None,
 ) -> list[PutStatus]:
     """Seal and put frames whose payload is in place and whose header is not. Blocks; may mutate the frames' headers.
 
+    `digests`, [pages, planes]: made by who copied the payloads, of whole blocks; the bytes are not read again then.
     Raises what `seal` raises, with nothing stored and nothing held.
     """
-    if isinstance(store, Addressable):
+    if digests is None and isinstance(store, Addressable):
         return _put_in_place(store, pages, layout, now_ms=now_ms, deadline=deadline)
-    for meta, frame in pages:
-        seal(frame, meta, layout, now_ms=now_ms)
+    for i, (meta, frame) in enumerate(pages):
+        if digests is None or meta.valid_tokens != layout.block_tokens:
+            seal(frame, meta, layout, now_ms=now_ms)
+        else:
+            write_header(frame, meta, layout.plane_bytes, digests[i].tolist(), now_ms=now_ms)
     return store.put([(meta.name, frame) for meta, frame in pages], deadline=deadline)
 
 

@@ -194,6 +194,11 @@ class Slab:
             raise StoreDamaged(f"{self.path} has no {num_bytes} bytes with an address at {offset}")
         return self._view[offset : offset + num_bytes]
 
+    @property
+    def memory(self) -> memoryview | None:
+        """The whole mapping, where there is one; who holds it keeps it mapped."""
+        return self._view[:] if self._view is not None else None
+
     def read_into(self, offset: int, buffer: memoryview) -> bool:
         """Copy bytes out. False where the file ends early."""
         if not 0 <= offset <= self.geometry.file_bytes - len(buffer):

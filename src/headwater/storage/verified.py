@@ -6,10 +6,12 @@ digest. A page that fails is counted, told, and removed by force (rule 8), so th
 serve it again.
 
 Where pages have addresses, planes are copied and digested in turn while they are hot in the cache, and then the slot is
-asked whether it still holds the page.
+asked whether it still holds the page. A copy engine that digests what it copies does that itself: `lend` gives it pages
+and what their digests must be, `settle` hears what it found.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
@@ -27,6 +29,14 @@ from headwater.storage.base import (
     PutStatus,
     Store,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A page in place, whose header was found right. Its bytes were not looked at: they must fit `digests`, copied."""
+
+    borrow: Borrow
+    digests: tuple[int, ...]  # of each plane
 
 
 class VerifiedStore(Store):
@@ -103,6 +113,57 @@ class VerifiedStore(Store):
             self._throw_out([(pages[i][0], results[i]) for i in bad], deadline)
         return results
 
+    def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | GetStatus]:
+        """Pages to be copied straight out of the store, up to the first that is not there or whose header is bad.
+
+        Only for an Addressable store. The digests of the *copies* must be compared, and `settle` be told.
+        """
+        self._require_open()
+        store = self._addressable()
+        if self.switched_off:
+            return [GetStatus.FAILED] * len(names)
+        found: list[Loan | GetStatus] = []
+        for borrow in store.borrow(names, deadline=deadline):
+            loan = _a_miss(borrow) if isinstance(borrow, GetStatus) else self._look_at(borrow)
+            if isinstance(loan, GetStatus) and isinstance(borrow, Borrow) and not store.still_valid(borrow):
+                loan = GetStatus.MISS  # a lost race, not damage
+            found.append(loan)
+            if isinstance(loan, GetStatus):
+                break
+        last = found[-1] if found else None
+        if isinstance(last, GetStatus) and last in _FAULTS:
+            self._throw_out([(names[len(found) - 1], last)], deadline)
+        return found + [GetStatus.MISS] * (len(names) - len(found))
+
+    def settle(self, loans: Sequence[Loan], num_good: int, *, deadline: Deadline) -> list[GetStatus]:
+        """What became of pages of which the first `num_good` were copied and had the right digests.
+
+        The next one, if there is one, was wrong: it is thrown out, unless its slot was given to another page meanwhile.
+        """
+        if num_good:
+            self._num_bad = 0
+        results = [GetStatus.HIT] * num_good + [GetStatus.MISS] * (len(loans) - num_good)
+        if num_good < len(loans) and self._addressable().still_valid(loans[num_good].borrow):
+            results[num_good] = GetStatus.CORRUPT
+            self._throw_out([(loans[num_good].borrow.name, GetStatus.CORRUPT)], deadline)
+        return results
+
+    def _addressable(self) -> Addressable:
+        if not isinstance(self._store, Addressable):
+            raise InvalidInput(f"the pages of a {type(self._store).__name__} have no address")
+        return self._store
+
+    def _look_at(self, borrow: Borrow) -> Loan | GetStatus:
+        """Check a page's header, in a private copy."""
+        if len(borrow.view) != self.frame_bytes:
+            return GetStatus.SHORT
+        header = parse(memoryview(bytes(borrow.view[: self._header_bytes])))
+        if isinstance(header, Fault):
+            return GetStatus(header.value)
+        now_ms = self._now_ms()
+        fault = expect(header, borrow.name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
+        return GetStatus(fault.value) if fault is not None else Loan(borrow, header.digests)
+
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Pass on: a hint."""
         self._require_open()
@@ -132,7 +193,7 @@ class VerifiedStore(Store):
         borrowed = store.borrow([name for name, _ in pages], deadline=deadline)
         for (name, buffer), borrow in zip(pages, borrowed, strict=True):
             if isinstance(borrow, GetStatus):
-                results.append(borrow)
+                results.append(_a_miss(borrow))
             elif deadline.expired:
                 results.append(GetStatus.LATE)
             else:

@@ -23,10 +23,11 @@ from headwater.storage.base import Clock, Store
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.jobs import Hands, JobTrouble
+from headwater.transfer.jobs import Hands
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.pages import PagePool
 from headwater.transfer.tier import Naming, Tier
+from headwater.transfer.trouble import JobTrouble
 
 BLOCK_TOKENS: Final = 16
 LAYOUT: Final = opaque_layout((40, 24), BLOCK_TOKENS)
@@ -82,6 +83,10 @@ class VirtualHands:
                     job = JobState(one, self._clock)
                     self.ledger.admit(job)
                     self.queued.append(job)
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """A job is done at once or not at all."""
+        return False
 
     def run(self, job: JobState, *, fail: bool = False) -> None:
         """Do one queued job now, or have it fail in the middle of nowhere."""
@@ -184,6 +189,10 @@ class EngineHands(Protocol):
 
     def revive(self, store: str) -> bool:
         """Put a store right."""
+        ...
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """Wait for a layer of a load."""
         ...
 
     @property

@@ -9,13 +9,10 @@ is left behind.
 """
 
 import mmap
-import os
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -23,6 +20,7 @@ import torch
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
 from headwater.storage.directory import available_memory
+from headwater.transfer.cuda import Pin, pin
 
 PAGE_ALIGNMENT: Final = 4096
 
@@ -117,7 +115,7 @@ class HostCache(Owned):
         array = np.frombuffer(mapping, dtype=np.uint8).reshape(num_pages, page_stride)
         self._pages: torch.Tensor | None = torch.from_numpy(array)
         self._memory = memoryview(mapping)
-        self._unpin: weakref.finalize[[memoryview, int, int], HostCache] | None = None
+        self._held: Pin | None = None
 
     @property
     def pages(self) -> torch.Tensor:
@@ -129,7 +127,7 @@ class HostCache(Owned):
     @property
     def pinned(self) -> bool:
         """Whether the memory is registered with CUDA right now."""
-        return self._unpin is not None and self._unpin.alive
+        return self._held is not None and self._held.alive
 
     def page(self, index: int) -> memoryview:
         """One page, writable, exactly `page_bytes` long."""
@@ -139,19 +137,18 @@ class HostCache(Owned):
 
     def close(self) -> None:
         """Unpin, then give the memory up; idempotent. Waits for the current device's copies."""
-        if self._unpin is not None:
-            self._unpin()
+        if self._held is not None:
+            self._held.release()
         self._pages = None
         self._memory = memoryview(b"")
 
     def _pin(self) -> str | None:
         """Register the mapping in its exact size (torch's own pinning rounds up to powers of two); say what failed."""
-        address, num_bytes = self.pages.data_ptr(), self.pages.nbytes
-        problem = _register(address, num_bytes)
-        if problem is None:
-            # Also runs when the cache is dropped without close(); it holds the mapping until it is unregistered.
-            self._unpin = weakref.finalize(self, _unregister, self._memory, address, os.getpid())
-        return problem
+        found = pin(self._memory, self.pages.data_ptr())
+        if isinstance(found, str):
+            return found
+        self._held = found
+        return None
 
 
 def create_kv_cache(layout: KVLayout, num_blocks: int, device: str | torch.device = "cpu") -> DeviceCache:
@@ -188,34 +185,6 @@ def create_host_cache(page: int | KVLayout, num_pages: int) -> HostCache:
         del mapping  # the exception's traceback would keep it
         raise HostTierUnavailable(f"{num_bytes} bytes of host memory cannot be pinned: {problem}")
     return cache
-
-
-def _register(address: int, num_bytes: int) -> str | None:
-    """Pin memory for every device; return what failed, or None."""
-    try:
-        cudart = _cudart()
-        error = cudart.cudaHostRegister(address, num_bytes, 1)  # 1: portable
-    except RuntimeError as failure:  # the driver is there, a usable context is not
-        return str(failure)
-    if int(error) == 0:
-        return None
-    with suppress(RuntimeError):
-        # CUDA remembers the error and hands it to the next kernel launch: let that be one of ours.
-        torch.zeros(1, device="cuda")
-    return str(cudart.cudaGetErrorString(error))
-
-
-def _unregister(memory: memoryview, address: int, owner_pid: int) -> None:
-    """Unpin what `_register` pinned. `memory` is only held, so that the address is still ours here."""
-    if os.getpid() != owner_pid:
-        return  # a forked child has no CUDA context, and the registration is its parent's
-    with suppress(RuntimeError):  # at interpreter exit the context may be gone, and the registration with it
-        torch.cuda.synchronize()
-        _cudart().cudaHostUnregister(address)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _check_positive(what: str, value: object) -> None:

@@ -12,9 +12,9 @@ Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Failure, Job, Load, Look, Promote, Save
@@ -23,29 +23,17 @@ from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, GetStatus, PutStatus
 from headwater.storage.sealed import put_sealed
+from headwater.transfer.in_place import InPlaceJobs
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.pages import Account, PagePool
 from headwater.transfer.staging import Staging
 from headwater.transfer.tier import Naming, Tier
+from headwater.transfer.trouble import JobTrouble, StoreTrouble, call, fill, require
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from headwater.transfer.wire import Digests
+
 Item: TypeAlias = tuple[PageName, memoryview]
-
-
-class JobTrouble(Exception):
-    """A job cannot go on: how it ends, and why."""
-
-    def __init__(self, failure: Failure, why: str) -> None:
-        super().__init__(why)
-        self.failure = failure
-        self.why = why
-
-
-class StoreTrouble(JobTrouble):
-    """A store raised, or answered what is no answer."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(Failure.FAILED, why)
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
@@ -85,6 +73,9 @@ class Hands:
         self._slice_pages = slice_pages
         self._clock = clock
         self._metrics = metrics
+        self._in_place = InPlaceJobs(
+            tiers, staging, ledger, naming=naming, slice_pages=slice_pages, clock=clock, moved=self._moved
+        )
 
     def run(self, job: JobState) -> list[str]:
         """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
@@ -113,6 +104,8 @@ class Hands:
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = [self._naming.name(key) for key in order.keys]
+        if self._in_place.reaches(order.store):
+            return self._in_place.load(job, order, names)
         results: list[str] = [GetStatus.LATE] * len(names)
         done = 0
         while done < len(names):
@@ -124,7 +117,7 @@ class Hands:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return _fill(results, done, GetStatus.FAILED)
+                    return fill(results, done, GetStatus.FAILED)
                 num_hits = _leading_hits(got)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
@@ -136,7 +129,7 @@ class Hands:
             done += num_hits
             if num_hits < len(got):
                 results[done] = got[num_hits]
-                return _fill(results, done + 1, GetStatus.MISS)
+                return fill(results, done + 1, GetStatus.MISS)
         return results
 
     def _save(self, job: JobState, order: Save) -> list[str]:
@@ -144,6 +137,8 @@ class Hands:
         there = self._contains(job, [meta.name for meta in metas])
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
+        if self._in_place.reaches(order.store):
+            return self._in_place.save(job, order, metas, results, todo)
         done = 0
         while done < len(todo):
             with self._pages(job, len(todo) - done) as pages:
@@ -153,24 +148,24 @@ class Hands:
                 with self._ledger.copying(job) as may_copy:
                     if not may_copy:
                         break
-                    self._staging.gather([order.slots[i] for i in slice_], pages)
+                    digests = self._staging.gather([order.slots[i] for i in slice_], pages)
                 if done + len(slice_) == len(todo):
                     self._ledger.copied(job)
                     self._ledger.flush()
                 if not self._ledger.goes_on(job):
                     break
                 try:
-                    statuses = self._seal_and_put(job, [metas[i] for i in slice_], pages)
+                    statuses = self._seal_and_put(job, [metas[i] for i in slice_], pages, digests)
                 except StoreTrouble:
                     if not done:
                         raise
-                    return _fill(results, done, PutStatus.FAILED, todo)
+                    return fill(results, done, PutStatus.FAILED, todo)
             for i, status in zip(slice_, statuses, strict=True):
                 results[i] = status
             job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
             done += len(slice_)
             if not all(status.held for status in statuses):
-                return _fill(results, done, PutStatus.NO_PARENT, todo)
+                return fill(results, done, PutStatus.NO_PARENT, todo)
         return results
 
     def _promote(self, job: JobState, order: Promote) -> list[str]:
@@ -192,16 +187,16 @@ class Hands:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return _fill(results, done, PutStatus.FAILED)
+                    return fill(results, done, PutStatus.FAILED)
             results[done : done + num_hits] = statuses
             self._moved(order.store, "out", num_hits)
             job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return _fill(results, done, PutStatus.NO_PARENT)
+                return fill(results, done, PutStatus.NO_PARENT)
             if num_hits < len(got):
                 late = got[num_hits] is GetStatus.LATE
-                return _fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
+                return fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -225,32 +220,38 @@ class Hands:
 
     def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
         store = self._tiers[job.order.store].store
-        held = _call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        _require(job.order.store, held, len(names), bool)
+        held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
+        require(job.order.store, held, len(names), bool)
         return held
 
     def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
         reader = self._tiers[job.order.store].reader
-        got = _call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        _require(job.order.store, got, len(items), GetStatus)
+        got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
+        require(job.order.store, got, len(items), GetStatus)
         return got
 
-    def _seal_and_put(self, job: JobState, metas: list[PageMeta], pages: list[int]) -> list[PutStatus]:
+    def _seal_and_put(
+        self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"
+    ) -> list[PutStatus]:
         tier = self._tiers[job.order.store]
         unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
         now_ms = int(self._clock.time() * 1000)
-        statuses = _call(
+        statuses = call(
             tier.name,
-            lambda: list(put_sealed(tier.store, unsealed, self._naming.layout, now_ms=now_ms, deadline=job.deadline)),
+            lambda: list(
+                put_sealed(
+                    tier.store, unsealed, self._naming.layout, digests=digests, now_ms=now_ms, deadline=job.deadline
+                )
+            ),
         )
-        _require(tier.name, statuses, len(unsealed), PutStatus)
+        require(tier.name, statuses, len(unsealed), PutStatus)
         return statuses
 
     def _put(self, tier: Tier, job: JobState, items: list[Item]) -> list[PutStatus]:
         if not items:
             return []
-        statuses = _call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        _require(tier.name, statuses, len(items), PutStatus)
+        statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
+        require(tier.name, statuses, len(items), PutStatus)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -259,26 +260,5 @@ class Hands:
         return num_bytes
 
 
-def _call(store: str, call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except BaseException as error:  # a store is foreign code: whatever it raises is that it failed
-        raise StoreTrouble(f"{store} raised {type(error).__name__}: {error}") from error
-
-
-def _require(store: str, answers: Sequence[object], number: int, kind: type) -> None:
-    if len(answers) != number:
-        raise StoreTrouble(f"{store} gave {len(answers)} answers for {number} pages")
-    if not all(isinstance(answer, kind) for answer in answers):
-        raise StoreTrouble(f"{store} gave an answer that is no {kind.__name__}")
-
-
 def _leading_hits(got: Sequence[GetStatus]) -> int:
     return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
-
-
-def _fill(results: list[str], start: int, status: str, places: Sequence[int] | None = None) -> list[str]:
-    """Give `status` to every place from the `start`-th on, of `places` or of all. Mutates and returns `results`."""
-    for place in (range(len(results)) if places is None else places)[start:]:
-        results[place] = status
-    return results

@@ -38,8 +38,8 @@ class JobState:
     """What has become of a job so far. Guarded by the ledger's lock."""
 
     __slots__ = (
-        *("copied", "copying", "deadline", "ended", "failing", "kind", "num_bytes", "order", "phase", "started_s"),
-        "stuck",
+        *("copied", "deadline", "ended", "failing", "kind", "num_bytes", "num_copying", "num_planes_ready", "order"),
+        *("phase", "started_s", "stuck"),
     )
 
     def __init__(self, order: Job, clock: Clock) -> None:
@@ -49,11 +49,17 @@ class JobState:
         self.phase = Phase.QUEUED
         self.started_s: float | None = None
         self.num_bytes = 0  # moved so far; only the job's thread counts
-        self.copying = False
+        self.num_copying = 0  # copies between slots and host memory that are under way
+        self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
         self.failing: tuple[Failure, str] | None = None  # what ends it when the copy is over
         self.stuck = False  # its thread was given up: a store's call does not return
         self.ended = False
+
+    @property
+    def copying(self) -> bool:
+        """Whether one of its copies is under way."""
+        return self.num_copying > 0
 
 
 class Ledger:
@@ -61,6 +67,8 @@ class Ledger:
 
     def __init__(self, *, clock: Clock, metrics: Metrics) -> None:
         self.deliver: Callable[[Event], None] | None = None
+        self.on_news: Callable[[], None] | None = None  # called, lock held, where nobody is about to `flush`
+        self.on_first_layer: Callable[[], None] | None = None  # called without the lock: a load has begun to arrive
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # a job ended, a page came back, an event was delivered
         self.live: dict[int, JobState] = {}
@@ -127,9 +135,9 @@ class Ledger:
                 self._say_copied(job)
 
     def goes_on(self, job: JobState) -> bool:
-        """Whether the next step of a job is worth taking: it has not ended and has time left."""
+        """Whether the next step of a job is worth taking: it has not ended, nor will with its copies, and has time."""
         with self.lock:
-            return not job.ended and not job.deadline.expired
+            return not job.ended and job.failing is None and not job.deadline.expired
 
     @contextlib.contextmanager
     def copying(self, job: JobState) -> Iterator[bool]:
@@ -137,15 +145,38 @@ class Ledger:
 
         Nothing ends the job inside the block. What tried to, ends it at the block's end.
         """
-        with self.lock:
-            job.copying = not job.ended and not job.deadline.expired
+        may_copy = self.begin_copy(job)
         try:
-            yield job.copying
+            yield may_copy
         finally:
-            with self.lock:
-                job.copying = False
-                if job.failing is not None:
-                    self.fail(job, *job.failing)
+            if may_copy:
+                self.end_copy(job)
+
+    def begin_copy(self, job: JobState) -> bool:
+        """The same for a copy that goes on by itself. If True, `end_copy` must follow, from whatever thread."""
+        with self.lock:
+            if job.ended or job.failing is not None or job.deadline.expired:
+                return False
+            job.num_copying += 1
+            return True
+
+    def end_copy(self, job: JobState) -> None:
+        """A copy that was begun touches no slot any more."""
+        with self.lock:
+            job.num_copying -= 1
+            if job.failing is not None and not job.copying:
+                self.fail(job, *job.failing)
+                if self.on_news is not None:
+                    self.on_news()
+
+    def planes_ready(self, job: JobState, num_planes: int) -> None:
+        """So many planes of every block of a Load have arrived."""
+        with self.lock:
+            first = not job.num_planes_ready
+            job.num_planes_ready = num_planes
+            self.changed.notify_all()
+        if first and self.on_first_layer is not None:
+            self.on_first_layer()
 
     def flush(self) -> None:
         """Tell what is to be told, unless another thread is at it. Calls `deliver` without the lock."""

@@ -4,19 +4,32 @@ A page here is a frame's memory: header first, payload behind it. `gather` and `
 verifying is done on the frame, by others. Staging owns no decision: who may use which page, when a slot may be read or
 written, is the worker's business (`worker.py`), and whether the bytes are right is `layout/frame.py`'s.
 
+Staging that is also `InPlace` reaches into a store's own memory: blocks go straight into a slab and straight out of it,
+and no page is needed. Where a GPU is, that memory has to be registered first; what cannot be registered goes through
+the pages.
+
 Torch is loaded by `TorchStaging` and by nothing else that the worker imports: whoever has a DeviceCache has loaded it.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from headwater.core.errors import InvalidInput
-from headwater.layout.frame import frame_bytes, header_bytes
+import numpy as np
+
+from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
 
 if TYPE_CHECKING:
     from headwater.transfer.arena import DeviceCache, HostCache
+    from headwater.transfer.copy_engine import Transfer
+    from headwater.transfer.cuda import Pin
+    from headwater.transfer.wire import Digests
+
+log = logging.getLogger("headwater")
 
 
 class Staging(Protocol):
@@ -31,8 +44,11 @@ class Staging(Protocol):
         """A page's memory, writable, exactly one frame long."""
         ...
 
-    def gather(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy the blocks in `slots` into the payloads of `pages`. Blocks until the bytes are there; may raise."""
+    def gather(self, slots: Sequence[int], pages: Sequence[int]) -> "Digests | None":
+        """Copy the blocks in `slots` into the payloads of `pages`. Blocks until the bytes are there; may raise.
+
+        Returns the digest of each plane of each block, if it made them.
+        """
         ...
 
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
@@ -43,32 +59,52 @@ class Staging(Protocol):
         ...
 
 
-class TorchStaging:
-    """Staging between a DeviceCache and the pages of a HostCache, by the reference copy in torch.
+@runtime_checkable
+class InPlace(Protocol):
+    """Staging that copies between slots and memory that is not its own, a store's slab."""
 
-    Owns neither. On CUDA it copies on a stream of its own and waits for it. It does not wait for the engine's streams:
-    a block is named, or its slot given up, only after the engine's work on it is over (rule 1).
+    def reaches(self, memory: memoryview) -> bool:
+        """Whether blocks can be copied from and to this memory. The first time it may take a while to register it."""
+        ...
+
+    def gather_into(
+        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
+    ) -> "Transfer":
+        """Begin to copy blocks into the payloads of frames. Does not block; may raise. `on_over` hears of the end."""
+        ...
+
+    def scatter_from(
+        self,
+        frames: Sequence[memoryview],
+        slots: Sequence[int],
+        *,
+        expected: "Digests",
+        on_planes: Callable[[int], None] | None = None,
+    ) -> "Transfer":
+        """Begin to copy payloads into blocks, and to check what arrives. Does not block; may raise."""
+        ...
+
+
+class TorchStaging:
+    """Staging between a DeviceCache and the pages of a HostCache, and memory beyond them, by the copy engine.
+
+    Owns neither cache, but the engine: close it before them. It does not wait for the model's streams: a block is
+    named, or its slot given up, only after the model's work on it is over (rule 1).
     """
 
     def __init__(self, device: "DeviceCache", host: "HostCache", *, layout: KVLayout | None = None) -> None:
         """`layout` picks the planes that make a page; all of the device's by default. Raises InvalidInput."""
-        from headwater.transfer import copy  # loads torch
+        from headwater.transfer.copy_engine import CopyEngine  # loads torch
 
-        self._layout = layout if layout is not None else device.layout
-        needed = frame_bytes(self._layout.plane_bytes)
+        layout = layout if layout is not None else device.layout
+        needed = frame_bytes(layout.plane_bytes)
         if host.page_bytes != needed:
             raise InvalidInput(f"a frame of this layout has {needed} bytes, a page of the host cache {host.page_bytes}")
-        self._device = device
         self._host = host
-        self._offset = header_bytes(len(self._layout.planes))
-        self._gather = copy.gather
-        self._scatter = copy.scatter
-        self._stream: Any = None
-        if device.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(device.device)  # the cache was zeroed on another stream, which ours does not follow
-            self._stream = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+        self._cuda = device.device.type == "cuda"
+        self._engine = CopyEngine(device, layout=layout)
+        self._pins: dict[int, Pin | None] = {}  # by address; None: it cannot be registered
+        self._pinning = threading.Lock()
 
     @property
     def num_pages(self) -> int:
@@ -79,28 +115,73 @@ class TorchStaging:
         """A page's memory. Raises InvalidInput for one that does not exist, ResourceClosed after close."""
         return self._host.page(page)
 
-    def gather(self, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy blocks into payloads. Blocks. Raises InvalidCopy, having copied nothing."""
-        self._copy(self._gather, slots, pages)
+    def gather(self, slots: Sequence[int], pages: Sequence[int]) -> "Digests | None":
+        """Copy blocks into payloads. Blocks. Raises InvalidCopy, having copied nothing, or what the device raises."""
+        transfer = self._engine.gather(slots, [self._host.page(page) for page in pages])
+        _wait(transfer)
+        return transfer.digests
 
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy payloads into blocks. Blocks. Raises InvalidCopy, having copied nothing."""
-        self._copy(self._scatter, slots, pages)
+        """Copy payloads into blocks. Blocks. Raises InvalidCopy, having copied nothing, or what the device raises."""
+        _wait(self._engine.scatter([self._host.page(page) for page in pages], slots))
 
-    def _copy(self, copy: Callable[..., None], slots: Sequence[int], pages: Sequence[int]) -> None:
-        with self._on_stream():
-            try:
-                copy(self._device, slots, self._host.pages, pages, layout=self._layout, payload_offset=self._offset)
-            finally:
-                self._wait()  # also after an error: what was launched must not land later
+    def reaches(self, memory: memoryview) -> bool:
+        """Whether blocks can go there; on a GPU it is registered the first time, and kept so until close."""
+        if not self._cuda:
+            return True
+        from headwater.transfer.cuda import pin
 
-    def _on_stream(self) -> Any:
-        if self._stream is None:
-            return nullcontext()
-        import torch
+        address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+        with self._pinning:  # two jobs may come at once, and CUDA takes the same memory only once
+            if address not in self._pins:
+                found = pin(memory, address)
+                if isinstance(found, str):
+                    log.warning(
+                        "%d bytes of a store cannot be registered with CUDA (%s): blocks go through pinned pages "
+                        "instead. In a container, raise the limit of locked memory (ulimit -l unlimited).",
+                        memory.nbytes,
+                        found,
+                    )
+                self._pins[address] = None if isinstance(found, str) else found
+            return self._pins[address] is not None
 
-        return torch.cuda.stream(self._stream)
+    def gather_into(
+        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
+    ) -> "Transfer":
+        """Begin to copy blocks into a store's memory. Does not block. Raises InvalidCopy."""
+        return self._engine.gather(slots, frames, on_over=on_over)
 
-    def _wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    def scatter_from(
+        self,
+        frames: Sequence[memoryview],
+        slots: Sequence[int],
+        *,
+        expected: "Digests",
+        on_planes: Callable[[int], None] | None = None,
+    ) -> "Transfer":
+        """Begin to copy out of a store's memory, layer by layer, checked on arrival. Does not block."""
+        return self._engine.scatter(frames, slots, expected=expected, on_planes=on_planes)
+
+    def close(self) -> None:
+        """End all copies, then let go of memory that was registered. Idempotent. Blocks, milliseconds."""
+        self._engine.close()
+        for held in self._pins.values():
+            if held is not None:
+                held.release()
+
+    def __enter__(self) -> Self:
+        """Return self; it closes itself at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+
+def _wait(transfer: "Transfer") -> None:
+    """Until it is over; also after an error: what was launched must not land later."""
+    transfer.wait()
+    if transfer.error is not None:
+        raise transfer.error
+    if not transfer.complete:
+        raise ResourceClosed("the copy engine was closed before everything was copied")

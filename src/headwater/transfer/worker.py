@@ -8,8 +8,8 @@ Takes no decision: what is to be moved where, and whether it pays, was decided b
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
 
 Invariants:
-- Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s` + the time of one
-  copy, whatever a store, staging or the listener does, `close` included.
+- Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s` (twice that where
+  a copy is under way then) + the time of one copy, whatever a store, staging or the listener does, `close` included.
 - A queued job whose deadline passes is LATE and never begins. A job whose store call does not return is LATE; the
   pages that the call was given stay its own until it returns (rule 3), and then go back without being used.
 - After the end of a job none of its slots is read or written any more (rule 2).
@@ -31,15 +31,17 @@ from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.transfer.jobs import Hands, JobTrouble, check_job
+from headwater.transfer.jobs import Hands, check_job
 from headwater.transfer.lane import PROMOTIONS, RANKS, Lane, lane_of
 from headwater.transfer.ledger import JobState, Ledger, Phase
 from headwater.transfer.pages import PagePool
 from headwater.transfer.staging import Staging
 from headwater.transfer.tier import Naming, Tier
+from headwater.transfer.trouble import JobTrouble
 
 log: Final = logging.getLogger("headwater")
 
+_AGAIN_S: Final = 0.01  # at least, between looks at a job that is overdue and still copies
 _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 
 
@@ -91,6 +93,8 @@ class Worker:
         self._ledger = Ledger(clock=clock, metrics=self._metrics)
         self._ledger.deliver = deliver
         self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
+        self._ledger.on_news = self._watch.notify
+        self._layout = layout
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
         if len(staging.frame(0)) != naming.frame_bytes:
             raise InvalidInput(f"a frame has {naming.frame_bytes} bytes, a page of staging {len(staging.frame(0))}")
@@ -143,6 +147,10 @@ class Worker:
     def deliver(self, deliver: Callable[[Event], None]) -> None:
         self._ledger.deliver = deliver
 
+    def on_first_layer(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when the first layers of a load have arrived: somebody may begin with them."""
+        self._ledger.on_first_layer = wake
+
     @property
     def num_held_pages(self) -> int:
         """Staging pages that jobs or calls that did not return hold now."""
@@ -178,6 +186,19 @@ class Worker:
         self._require_other_thread()
         with self._ledger.changed:
             return self._ledger.changed.wait_for(lambda: self._ledger.quiet, timeout_s)
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """Wait until all planes up to a layer's of all blocks of a Load are on the device, and right. Blocks.
+
+        False: that took too long, or the job is over; what came of it is told by its event.
+        """
+        num_planes = sum(plane.layer <= layer for plane in self._layout.planes)
+        with self._ledger.changed:
+            state = self._ledger.live.get(job)
+            if state is None:
+                return False
+            self._ledger.changed.wait_for(lambda: state.ended or state.num_planes_ready >= num_planes, timeout_s)
+            return not state.ended and state.num_planes_ready >= num_planes
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Cancel every job and end the threads; idempotent. Blocks until they ended, or `timeout_s` passed: then False.
@@ -348,8 +369,10 @@ class Worker:
                 self._fail(job, Failure.LATE, "it had not begun by its deadline")
             elif job.phase is Phase.RUNNING and now_s < last_s:
                 self._set_alarm(job, last_s)
-            elif job.phase is Phase.RUNNING and not job.copying:
-                # One that is copying ends itself: after its deadline it calls no store any more.
+            elif job.phase is Phase.RUNNING and job.copying:
+                # Its thread copies, and ends it; or is stuck in a store while a copy goes on by itself.
+                self._set_alarm(job, now_s + max(self._grace_s, _AGAIN_S))
+            elif job.phase is Phase.RUNNING:
                 self._give_up(job)
         if not self._alarms:
             return None

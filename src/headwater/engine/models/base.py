@@ -7,7 +7,7 @@ positions it reads from the planes. A model keeps nothing of a request between s
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +41,13 @@ class Model(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def forward(self, planes: DeviceCache, spans: Sequence[Span]) -> torch.Tensor:
+    def forward(
+        self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
         """Compute the spans' tokens; return float32 logits [sum of num_logits, vocab_size], spans in order.
 
+        `before_layer` is called with each layer's number before that layer's planes are read or written: it may block,
+        and what it raises ends the forward.
         Mutates the planes at the tokens' positions and nowhere else. Raises InvalidInput, before anything was written,
         for a span that does not fit the model or the planes. On CUDA it returns before the device is done.
         """

@@ -83,7 +83,9 @@ class Decoder(Model):
         self._rope = network.rope.to(device)
 
     @torch.no_grad()
-    def forward(self, planes: DeviceCache, spans: Sequence[Span]) -> Tensor:
+    def forward(
+        self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
         """Compute the spans' tokens; see `Model.forward`."""
         if planes.layout != self.layout:
             raise InvalidInput("the planes were made for another layout than this model's")
@@ -97,6 +99,8 @@ class Decoder(Model):
         rotation = self._rope.at(step.positions, self.dtype)
         x = functional.embedding(step.tokens, net.embedding)
         for layer, block in enumerate(net.blocks):
+            if before_layer is not None:
+                before_layer(layer)
             x += block.attention(
                 self._normed(x, block.input_norm), planes=planes, layer=layer, step=step, rotation=rotation
             )
