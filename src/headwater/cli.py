@@ -143,6 +143,17 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine allows, and what to do about the rest; exit code 1 if something needed is broken."""
+    from headwater import doctor as looks
+
+    found = looks.examine()
+    _print_json({"command": "doctor", **looks.document(found)}) if as_json else draw.doctor(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
 @bench.command("index")
 def bench_index(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 131_072,
@@ -202,6 +213,62 @@ def bench_ttft(
     with draw.progress() as tell:
         report = ttft.run(options, tell=tell)
     _print_json(report.document()) if as_json else draw.report(report)
+
+
+@bench.command("copy")
+def bench_copy(
+    device: Annotated[
+        str | None, typer.Option(help="Where the blocks are: cpu or cuda.", show_default="cuda where there is one")
+    ] = None,
+    layouts: Annotated[str | None, typer.Option(help="Layouts, with commas.", show_default="all")] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Numbers of blocks.", show_default="1 ... 2048")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Repetitions; small transfers more, large ones fewer.")] = 7,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Host memory for frames; what needs more is skipped.", show_default="8 GiB")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy blocks between device and host memory, beside one contiguous copy; and what that costs a model meanwhile."""
+    from headwater.bench import copy
+
+    options = copy.Options(
+        device=device,
+        layouts=tuple(layouts.split(",")) if layouts is not None else tuple(copy.layouts()),
+        blocks=tuple(_numbers("blocks", blocks)) if blocks is not None else None,
+        rounds=rounds,
+        max_bytes=max_bytes if max_bytes is not None else copy.MAX_BYTES,
+    )
+    with draw.progress() as tell:
+        report = copy.run(options, tell=tell)
+    if as_json and "device" in report.notes:
+        draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
+    _print_json(report.document()) if as_json else draw.copies(report)
+    if not report.results["correct"]:
+        raise typer.Exit(1)
+
+
+@bench.command("serve")
+def bench_serve(
+    conversations: Annotated[int, typer.Option(help="Conversations at once.")] = 8,
+    turns: Annotated[int, typer.Option(help="Questions of each.")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 64,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model's directory.", show_default="a tiny random one")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Hold conversations over HTTP, with the cache and without: what is computed, when tokens come, equal answers."""
+    from headwater.bench import serve as load
+
+    options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
+    with draw.progress() as tell:
+        report = load.run(options, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+    if not report.results["answers_equal"]:
+        raise typer.Exit(1)
 
 
 @bench.command("store")
@@ -281,6 +348,9 @@ def serve(
     disk_mib: Annotated[
         int | None, typer.Option(help="Its size; 0: no disk tier.", show_default="its own, 1024 for a new one")
     ] = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Compute every prompt in full, and keep nothing: to compare.")
+    ] = False,
     max_running: Annotated[int, typer.Option(help="Requests that are computed together.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are sent away (429).")] = 256,
     step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
@@ -303,15 +373,16 @@ def serve(
         block_tokens=block_tokens,
         num_blocks=num_blocks,
         device_bytes=None if device_mib is None else device_mib << 20,
-        host_directory=(host_dir or config.default_host_directory()) if host_mib != 0 else None,
+        host_directory=(host_dir or config.default_host_directory()) if host_mib != 0 and not no_cache else None,
         host_bytes=host_mib << 20 if host_mib else None,
-        disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 else None,
+        disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 and not no_cache else None,
         disk_bytes=disk_mib << 20 if disk_mib else None,
         max_body_bytes=max_body_mib << 20,
         max_running=max_running,
         max_waiting=max_waiting,
         step_tokens=step_tokens,
         request_timeout_s=timeout,
+        cache=not no_cache,
     )
     start.run(options, any_port=port is None, say=typer.echo)
 

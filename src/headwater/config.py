@@ -143,6 +143,7 @@ class ServeConfig:
     max_waiting: int = 256
     step_tokens: int = 2048
     request_timeout_s: float = 600.0  # from a request's arrival to the end of its answer
+    cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
 
     def __post_init__(self) -> None:
         """Take paths as text, refuse what cannot work."""
@@ -175,6 +176,8 @@ class ServeConfig:
             raise InvalidConfig(
                 f"the host tier and the disk tier need directories of their own, not {self.host_directory}"
             )
+        if not self.cache and (self.host_directory is not None or self.disk_directory is not None):
+            raise InvalidConfig("a server without a cache has no host tier and no disk tier")
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise InvalidConfig("an API key is printable ASCII without spaces, and not empty")
 

@@ -20,6 +20,7 @@ from headwater.storage import audit
 
 if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need
+    from headwater.doctor import Findings
     from headwater.replay.sweep import Sweep
     from headwater.verify import Case
 
@@ -125,6 +126,55 @@ def report(result: Report) -> None:
     output().print(table)
     if "skipped" in document["notes"]:
         output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
+
+
+def copies(result: Report) -> None:
+    """Draw what `headwater bench copy` found: a line per layout and count, then the whole way."""
+    names = ("d2h_ratio", "h2d_ratio", "both_ratio", "d2h_ratio_plain", "h2d_ratio_plain", "gemm_slowdown", "submit_ms")
+    table = _table("layout", "blocks", "size", *(name.replace("_", " ") for name in names), "correct", text=1)
+    for row in result.results["rows"]:
+        figures = [f"{row[name]:.3g}" if row.get(name) is not None else "-" for name in names]
+        verdict = "skipped" if "skipped" in row else "yes" if row["correct"] else "NO"
+        table.add_row(row["layout"], f"{row['blocks']:,}", size(row["bytes"]), *figures, verdict)
+    document = result.document()
+    table.caption = (
+        f"{document['gpu'] or document['machine']['cpu']}, {document['date']}; ratios: of one contiguous copy"
+    )
+    output().print(table)
+    for name, what in (("store", "device to store"), ("load", "store to device")):
+        if f"{name}_gbs" in document:
+            ratio = document.get(f"{name}_ratio") or 0
+            line = f"{what}, through cache and index, {size(document['whole_bytes'])}: {document[f'{name}_gbs']:g} GB/s"
+            output().print(Text(f"{line}, {ratio:.2f} of one contiguous copy"))
+    taken = f"{size(document['staging_bytes'])} on the device, {document['leaked_bytes']} bytes left after close"
+    output().print(Text(f"staging: {taken}"))
+    if "device" in document["notes"]:
+        output().print(Text(document["notes"]["device"]), style="yellow", soft_wrap=True)
+
+
+def doctor(found: "Findings") -> None:
+    """Draw what this machine allows, and how its copies do."""
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = _table("", "", "found", "what to do", text=4)
+    for check in found.checks:
+        table.add_row(Text(check.state, style=styles[check.state]), check.name, Text(check.found), Text(check.hint))
+    output().print(table)
+    if found.copies:
+        speeds = _table(
+            "way", "size", "one contiguous copy\nGB/s", "copy engine\nof it", "call per piece\nof it", text=1
+        )
+        for row in found.copies:
+            way = {"d2h": "to the host", "h2d": "to the device"}[row.direction]
+            ratios = (f"{row.limit_gbs:.1f}", f"{row.staged_ratio:.2f}", f"{row.pieces_ratio:.2f}")
+            speeds.add_row(way, size(row.num_bytes), *ratios)
+        output().print(speeds)
+    named = {state: [check.name for check in found.checks if check.state == state] for state in styles}
+    if named["fail"]:
+        output().print(Text(f"broken: {', '.join(named['fail'])}"), style="red")
+    elif named["warn"]:
+        output().print(Text(f"Headwater works here; could be better: {', '.join(named['warn'])}"), style="yellow")
+    else:
+        output().print("all is well", style="green")
 
 
 def replays(found: "Sweep") -> None:

@@ -171,7 +171,8 @@ class Generate:
                     logprobs=asked.logprobs,
                     ignore_eos=asked.ignore_eos,
                 ),
-                salt=asked.salt,
+                # Without a cache each request is a tenant of its own, whose blocks nobody else can find.
+                salt=asked.salt if self._service.config.cache else secrets.token_bytes(32),
                 timeout_s=self._service.config.request_timeout_s,
             )
         except QueueFull as error:

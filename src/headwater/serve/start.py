@@ -40,7 +40,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
                 running.name,
                 running.engine.model.device,
                 running.engine.max_tokens,
-                ", ".join(service.tiers),
+                ", ".join(service.tiers) if config.cache else "nothing: --no-cache",
             )
 
             def announce() -> None:
