@@ -18,7 +18,8 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.testing.layouts import randomise
 from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine, Transfer
+from headwater.transfer.copy_engine import CopyEngine
+from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.wire import Digests, Direction, TorchWire
 
 torch.set_num_threads(1)  # more would wait for each other, in thousands of tiny copies

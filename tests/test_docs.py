@@ -1,11 +1,19 @@
 """What the documents say is so: the tree, the example, the commands, the links."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from headwater.cli import app
+from headwater.engine.request import Usage
+from headwater.serve.body import Fields
+from headwater.serve.openai import Chat, Completions, usage_document
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,10 +40,55 @@ def test_the_example_of_the_cache_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert "hit_tokens=(('host', 96),)" in printed
 
 
+def test_the_example_of_the_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SERVE.md").read_text(), re.DOTALL)
+    exec(compile(example, "SERVE.md", "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("0 {} ")
+    assert second.startswith("1 {'device': ")
+
+
+def test_the_example_of_the_copy_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "COPY.md").read_text(), re.DOTALL)
+    exec(compile(example, "COPY.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == ["layer 0: True", "good: 2", "good of spoiled: 1"]
+
+
+def test_bodies_and_usage_in_the_documents_are_the_server_s() -> None:
+    text = (ROOT / "docs" / "SERVE.md").read_text()
+    apis = {api.endpoint: api for api in (Completions(), Chat())}
+    bodies = re.findall(r"^curl \S+?(/v1/\S+) .* -d '(.*)'$", text, re.MULTILINE)
+    assert {endpoint for endpoint, _ in bodies} == set(apis)
+    for endpoint, body in bodies:
+        apis[endpoint].read(Fields(json.loads(body)))
+    (shown,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    usage = Usage(
+        prompt_tokens=185,
+        completion_tokens=16,
+        cached_tokens=176,
+        cached_by_tier={"host": 176},
+        computed_tokens=24,
+        ttft_s=0.03,
+        total_s=0.1,
+    )
+    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"))
+
+
+def test_the_options_in_the_documents_exist() -> None:
+    for page in PAGES:
+        for line in re.findall(r"^(?:\.venv/bin/)?headwater (.*)$", page.read_text(), re.MULTILINE):
+            command = typer.main.get_command(app)
+            for word in shlex.split(line, comments=True):
+                inner = getattr(command, "commands", {}).get(word)
+                command = inner if inner is not None else command
+                known = [option for parameter in command.params for option in parameter.opts]
+                assert not word.startswith("-") or word in known, f"{page.name}: {line}"
+
+
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     for command in sorted(
-        set(re.findall(r"\bheadwater (demo|replay|serve|verify|make-model|bench \w+|ls|check|purge)\b", text))
+        set(re.findall(r"\bheadwater (demo|doctor|replay|serve|verify|make-model|bench \w+|ls|check|purge)\b", text))
     ):
         subprocess.run(
             [sys.executable, "-c", "from headwater.cli import app; app()", *command.split(), "--help"],

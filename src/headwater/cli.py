@@ -187,7 +187,7 @@ def bench_cache(
 
 @bench.command("ttft")
 def bench_ttft(
-    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny or 8b.")] = "tiny",
+    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")] = "tiny",
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
     lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,1024,2048",
     block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,

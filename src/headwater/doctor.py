@@ -106,7 +106,9 @@ def examine() -> Findings:
     checks += [Check("gpu", OK, f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"), _link()]
     checks += [_pinned_memory(), _registered_slab(), _engine(device)]
     broken = any(check.state == FAIL for check in checks)
-    return Findings(checks, [] if broken else copies(device))
+    if broken:
+        return Findings(checks, [])
+    return Findings([*checks, *_choices(device)], copies(device))
 
 
 def document(found: Findings) -> dict[str, Any]:
@@ -256,6 +258,28 @@ def _engine(device: "torch.device") -> Check:
         if out.digests is None or out.digests.tolist() != expected or back.num_good != 2 or not equal:
             return Check(name, FAIL, "a copy gave other bytes, or other digests than xxhash", "do not use this machine")
     return Check(name, OK, f"bytes and digests are right, in {seconds:.1f} s")
+
+
+def _choices(device: "torch.device") -> list[Check]:
+    """What the copy engine measures when it starts, and how it goes on."""
+    from headwater.transfer.arena import create_host_cache, create_kv_cache
+    from headwater.transfer.copy_engine import CopyEngine
+
+    layout = opaque_layout([_PLANE_BYTES] * _PLANES, block_tokens=64)
+    with ExitStack() as stack:
+        cache = stack.enter_context(create_kv_cache(layout, 4, device))
+        host = stack.enter_context(create_host_cache(frame_bytes(layout.plane_bytes), 4))
+        engine = stack.enter_context(CopyEngine(cache))
+        found = engine.calibrate([host.page(i) for i in range(4)])
+    return [
+        Check(
+            f"{one.num_blocks * layout.page_bytes >> 20} MiB {one.direction.value}",
+            OK,
+            f"staged {one.staged_s * 1e3:.2f} ms, by the kernel {one.direct_s * 1e3:.2f} ms: "
+            + ("by the kernel" if one.direct else "staged"),
+        )
+        for one in found
+    ]
 
 
 def copies(device: "torch.device") -> list[Copied]:

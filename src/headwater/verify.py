@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -38,7 +38,7 @@ from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import WrapperStore
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import Transfer
+from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.staging import TorchStaging
 from headwater.transfer.wire import Digests
 
@@ -116,11 +116,14 @@ class _Injecting(TorchStaging):
         *,
         expected: Digests,
         on_planes: Callable[[int], None] | None = None,
+        on_over: Callable[[], None] | None = None,
     ) -> Transfer:
         """Write, then spoil, before anybody hears of it."""
         transfer = super().scatter_from(frames, slots, expected=expected)
         transfer.wait()
         self._spoil(slots)
+        if on_over is not None:
+            on_over()
         return transfer
 
     def _spoil(self, slots: Sequence[int]) -> None:
@@ -248,10 +251,17 @@ class _Suite:
             "everything cached": self._run_whole,
         }
 
-    def child(self) -> str:
-        """In another process: the fingerprint of a run from the disk tier."""
+    def child(self) -> dict[str, Any]:
+        """In another process: a run from the disk tier, as plain values."""
         with self._stores("disk") as stores, _rig(self._model, stores, inject=self._inject) as rig:
-            return rig.ask(self._prompt).fingerprint
+            run = rig.ask(self._prompt)
+        usage = run.usage
+        return {
+            "fingerprint": run.fingerprint,
+            "hits": dict(usage.cached_by_tier) if usage is not None else {},
+            "computed": usage.computed_tokens if usage is not None else 0,
+            "error": run.error,
+        }
 
     @contextmanager
     def _stores(self, *names: str) -> Iterator[dict[str, Store]]:
@@ -293,9 +303,14 @@ class _Suite:
         done = subprocess.run(self._child, capture_output=True, text=True, check=False, timeout=2 * _WAIT_S)  # noqa: S603  ourselves
         if done.returncode != 0:
             return Case(self._family, "after a restart", {}, 0, f"the other process failed: {done.stderr[-300:]}")
-        same = json.loads(done.stdout)["fingerprint"] == cold.fingerprint
-        hits = {"disk": _PROMPT_BLOCKS * BLOCK_TOKENS}
-        return Case(self._family, "after a restart", hits, 0, "" if same else "another process computed something else")
+        said = json.loads(done.stdout)
+        wanted = {"disk": _PROMPT_BLOCKS * BLOCK_TOKENS}
+        problem = said["error"]
+        if not problem and said["hits"] != wanted:
+            problem = f"hits were {said['hits']}, not {wanted}"
+        if not problem and said["fingerprint"] != cold.fingerprint:
+            problem = "another process computed something else"
+        return Case(self._family, "after a restart", said["hits"], said["computed"], problem)
 
     def _run_preempted(self) -> Case:
         with self._stores("host") as stores, _rig(self._model, stores, inject=self._inject) as rig:
@@ -372,14 +387,16 @@ def run(
 def _suite(family: str, directory: Path, kv: str, places: dict[str, Path], device: str, *, inject: bool) -> _Suite:
     model = load_model(directory, device=device, dtype="float32", kv=kv, block_tokens=BLOCK_TOKENS)
     options = [family, str(directory), kv, str(places["host"]), str(places["disk"]), device]
+    options.append("inject" if inject else "")
     return _Suite(family, model, places, child=[sys.executable, "-m", "headwater.verify", *options], inject=inject)
 
 
 def main() -> None:
     """The other process of the restart case: prints one JSON document."""
-    family, directory, kv, host, disk, device = sys.argv[1:7]
-    suite = _suite(family, Path(directory), kv, {"host": Path(host), "disk": Path(disk)}, device, inject=False)
-    sys.stdout.write(json.dumps({"fingerprint": suite.child()}) + "\n")
+    family, directory, kv, host, disk, device, inject = sys.argv[1:8]
+    places = {"host": Path(host), "disk": Path(disk)}
+    suite = _suite(family, Path(directory), kv, places, device, inject=bool(inject))
+    sys.stdout.write(json.dumps(suite.child()) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from headwater.layout.digest import plane_digests
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import PAGE_ALIGNMENT, DeviceCache
-from headwater.transfer.copy_engine import CopyEngine, Transfer
+from headwater.transfer.copy_engine import CopyEngine
+from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.wire import Digests, Direction
 
 NAMES: Final = {Direction.OUT: "d2h", Direction.IN: "h2d"}

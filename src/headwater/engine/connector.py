@@ -8,6 +8,7 @@ A request starts when its blocks are there, or, where nobody else has work (`com
 all of them came. If not, the step was for nothing, and is thrown away (rule 1).
 """
 
+import statistics
 from collections import deque
 from dataclasses import replace
 from typing import Final
@@ -23,6 +24,7 @@ _FORGET: Final = 0.9  # of what earlier steps said, at each new one
 _FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however few tokens it has
 _MANY_TOKENS: Final = 64  # a step of fewer says little of what a token costs
 _NUM_SMALL: Final = 32  # such steps that are remembered
+_LEAST_S: Final = 1e-9  # nothing, but not "unknown"
 _NUM_SALTS: Final = 1024
 _LOAD_S: Final = 60.0  # longer than any load's own deadline: that one ends the waiting
 
@@ -156,7 +158,7 @@ class Connector:
             self._small_s.append(seconds)
         if num_tokens < _MANY_TOKENS:
             return
-        seconds = max(0.0, seconds - min(self._small_s, default=0.0))
+        seconds = max(_LEAST_S, seconds - (statistics.median(self._small_s) if self._small_s else 0.0))
         x, y = float(num_tokens), float(token_contexts)
         for name, value in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xt", x * seconds), ("_yt", y * seconds)):
             setattr(self, name, _FORGET * getattr(self, name) + value)

@@ -35,8 +35,11 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidInput
@@ -55,6 +58,7 @@ MAX_PLANES: Final = 1 << 16
 
 _FIXED = struct.Struct("<4sHHIHHQQ32s32s16s32sIHHIIQQI12x")
 _CHECKSUM = struct.Struct("<Q")
+_WORD: Final = np.dtype("<u8")
 _CHECKSUM_AT: Final = 16
 assert _FIXED.size == FIXED_BYTES  # noqa: S101  the table above and the struct must agree
 
@@ -161,46 +165,45 @@ def seal_into(slot: memoryview, frame: memoryview, meta: PageMeta, layout: KVLay
 
 
 def write_header(
-    frame: memoryview, meta: PageMeta, plane_bytes: Sequence[int], digests: Sequence[int], *, now_ms: int
+    frame: memoryview,
+    meta: PageMeta,
+    plane_bytes: Sequence[int],
+    digests: Sequence[int] | npt.NDArray[np.uint64],
+    *,
+    now_ms: int,
 ) -> None:
     """Write the header for digests made elsewhere (a gather kernel, another copy). Mutates only the header."""
     size = header_bytes(len(plane_bytes))
     if len(digests) != len(plane_bytes):
         raise InvalidInput(f"{len(plane_bytes)} planes but {len(digests)} digests")
     _require_size(frame, size)
-    fixed = (MAGIC, MAJOR, MINOR, size, XXH3_64, FIXED_BYTES, 0, sum(plane_bytes))
+    lengths = _lengths(tuple(plane_bytes))
+    fixed = (MAGIC, MAJOR, MINOR, size, XXH3_64, FIXED_BYTES, 0, int(lengths.sum()))
     named = (meta.key, meta.identity, meta.tenant, meta.parent, meta.depth, meta.shard_index, meta.shard_count)
     dated = (meta.valid_tokens, len(plane_bytes), now_ms, meta.expires_at_ms, meta.part)
-    table = [word for pair in zip(plane_bytes, digests, strict=True) for word in pair]
     header = bytearray(size)
     _FIXED.pack_into(header, 0, *fixed, *named, *dated)
-    struct.pack_into(f"<{len(table)}Q", header, FIXED_BYTES, *table)
+    table = np.frombuffer(header, _WORD, 2 * len(plane_bytes), FIXED_BYTES).reshape(-1, 2)
+    table[:, 0] = lengths
+    table[:, 1] = digests
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(memoryview(header)))
     frame[:size] = header
 
 
-def parse(frame: memoryview) -> Header | Fault:
-    """Read a header and check its checksum. Looks at no byte of the payload; never raises on bad bytes."""
-    if len(frame) < FIXED_BYTES:
-        return Fault.SHORT
-    fields = _FIXED.unpack_from(frame, 0)
-    magic, major, _minor, size, algorithm, table, checksum, payload_bytes = fields[:8]
-    key, identity, tenant, parent, depth, index, count, valid_tokens, num_planes, sealed_at, expires_at, part = fields[
-        8:
-    ]
-    if magic != MAGIC:
-        return Fault.CORRUPT
-    if major != MAJOR or algorithm != XXH3_64:
-        return Fault.UNKNOWN_VERSION
-    if table < FIXED_BYTES or size % ALIGNMENT or not 0 < num_planes <= MAX_PLANES or table + 16 * num_planes > size:
-        return Fault.CORRUPT
-    if len(frame) < size:
-        return Fault.SHORT
-    if _checksum(frame[:size]) != checksum:
-        return Fault.CORRUPT
-    words = struct.unpack_from(f"<{2 * num_planes}Q", frame, table)
-    if sum(words[0::2]) != payload_bytes:
-        return Fault.CORRUPT
+def parse(frame: memoryview, *, known: PageMeta | None = None) -> Header | Fault:
+    """Read a header and check its checksum. Looks at no byte of the payload; never raises on bad bytes.
+
+    `known`: what it probably says; if it does, that is what is returned, and no new one is made.
+    """
+    found = _open(frame)
+    if isinstance(found, Fault):
+        return found
+    fields, table = found
+    size, payload_bytes = fields[3], fields[7]
+    key, identity, tenant, parent, depth, index, count, valid_tokens, _, sealed_at, expires_at, part = fields[8:]
+    lengths, digests = tuple(table[:, 0].tolist()), tuple(table[:, 1].tolist())
+    if known is not None and fields[8:16] + fields[18:] == _said(known):
+        return Header(known, size, payload_bytes, lengths, digests, sealed_at)
     try:
         meta = PageMeta(
             key=key,
@@ -216,7 +219,64 @@ def parse(frame: memoryview) -> Header | Fault:
         )
     except InvalidInput:
         return Fault.CORRUPT
-    return Header(meta, size, payload_bytes, words[0::2], words[1::2], sealed_at)
+    return Header(meta, size, payload_bytes, lengths, digests, sealed_at)
+
+
+def vouched(
+    frame: memoryview, name: PageName, *, now_ms: int, identity: bytes, plane_bytes: Sequence[int]
+) -> npt.NDArray[np.uint64] | Fault:
+    """The digests that a page's header vouches for, if it is intact and the one wanted. Looks at no payload.
+
+    The checks of `parse` and `expect`, for readers of many pages: nothing is made of what is only compared.
+    """
+    found = _open(frame)
+    if isinstance(found, Fault):
+        return found
+    fields, table = found
+    if fields[8] != name[:KEY_BYTES] or not claims(frame, name) or fields[9] != identity:
+        return Fault.FOREIGN
+    lengths = _lengths(tuple(plane_bytes))
+    if len(table) != len(lengths) or not (table[:, 0] == lengths).all():
+        return Fault.FOREIGN
+    if 0 < fields[18] <= now_ms:
+        return Fault.STALE
+    return table[:, 1].copy()
+
+
+def _open(frame: memoryview) -> tuple[tuple[Any, ...], npt.NDArray[np.uint64]] | Fault:
+    """The fields of a header as they stand, and its table: it is whole, of a version we know, and its checksum fits."""
+    if len(frame) < FIXED_BYTES:
+        return Fault.SHORT
+    fields = _FIXED.unpack_from(frame, 0)
+    magic, major, _minor, size, algorithm, table, checksum, payload_bytes = fields[:8]
+    num_planes = fields[16]
+    if magic != MAGIC:
+        return Fault.CORRUPT
+    if major != MAJOR or algorithm != XXH3_64:
+        return Fault.UNKNOWN_VERSION
+    if table < FIXED_BYTES or size % ALIGNMENT or not 0 < num_planes <= MAX_PLANES or table + 16 * num_planes > size:
+        return Fault.CORRUPT
+    if len(frame) < size:
+        return Fault.SHORT
+    if _checksum(frame[:size]) != checksum:
+        return Fault.CORRUPT
+    words = np.frombuffer(frame, _WORD, 2 * num_planes, table).reshape(-1, 2)
+    if int(words[:, 0].sum()) != payload_bytes:
+        return Fault.CORRUPT
+    return fields, words
+
+
+def _said(meta: PageMeta) -> tuple[Any, ...]:
+    """What a header says of a page, as the fields stand in it, but for the number of planes and the date."""
+    return (
+        *(meta.key, meta.identity, meta.tenant, meta.parent, meta.depth, meta.shard_index, meta.shard_count),
+        *(meta.valid_tokens, meta.expires_at_ms, meta.part),
+    )
+
+
+@lru_cache(maxsize=64)
+def _lengths(plane_bytes: tuple[int, ...]) -> npt.NDArray[np.uint64]:
+    return np.array(plane_bytes, np.uint64)
 
 
 def verify(

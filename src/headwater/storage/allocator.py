@@ -82,7 +82,11 @@ class Allocator:
                 search.results[i] = PutStatus.EXISTS
             elif frame_bytes < 1 or not at.slab.geometry.slots_in_extent(sectors(frame_bytes)):
                 search.results[i] = PutStatus.REFUSED
-            elif meta.depth and meta.parent_name not in coming and meta.parent_name not in catalog.mirror.places:
+            elif meta.depth and not (
+                meta.parent_name in coming
+                or meta.parent_name in catalog.mirror.places
+                or at.is_coming(meta.parent_name)
+            ):
                 search.results[i] = PutStatus.NO_PARENT
             else:
                 coming.add(meta.name)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headwater.core.errors import StoreError
+from headwater.core.page import PageName
 from headwater.storage import directory
 from headwater.storage.base import Deadline
 from headwater.storage.catalog import Catalog
@@ -47,7 +48,8 @@ class Attachment:
         self._lock = threading.Lock()  # around the catalog
         self._debts: list[Slot] = []
         self._gate = threading.Lock()  # around what follows
-        self._lent: set[Slot] = set()
+        self._lent: dict[Slot, PageName] = {}
+        self._lent_names: dict[PageName, int] = {}  # how many reservations are out for a page
         self._users = 0
         self._retired = False
         self._damaged = False
@@ -67,18 +69,26 @@ class Attachment:
         if last:
             self._close()
 
-    def lend(self, slot: Slot) -> None:
+    def lend(self, slot: Slot, name: PageName) -> None:
         """Count a reservation out."""
         with self._gate:
-            self._lent.add(slot)
+            self._lent[slot] = name
+            self._lent_names[name] = self._lent_names.get(name, 0) + 1
             self._users += 1
+
+    def is_coming(self, name: PageName) -> bool:
+        """Whether a page is being written here, in place: what builds on it may be reserved, and published after it."""
+        return name in self._lent_names
 
     def take_back(self, slot: Slot) -> bool:
         """Whether the reservation was still out; it is not any more. The caller owes a `leave`."""
         with self._gate:
-            if slot not in self._lent:
+            name = self._lent.pop(slot, None)
+            if name is None:
                 return False
-            self._lent.remove(slot)
+            self._lent_names[name] -= 1
+            if not self._lent_names[name]:
+                del self._lent_names[name]
             return True
 
     def retire(self, *, damaged: bool = False) -> None:

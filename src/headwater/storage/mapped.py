@@ -33,7 +33,7 @@ class MappedStore(LocalStore, Addressable):
                     results[i] = taken
                 else:
                     meta, num_bytes = pages[i]
-                    at.lend(taken)
+                    at.lend(taken, meta.name)
                     at.wipe(taken)
                     results[i] = Reservation(
                         meta, at.slab.view(taken.offset, num_bytes), taken.slot, taken.generation, at
@@ -50,7 +50,7 @@ class MappedStore(LocalStore, Addressable):
             written: list[tuple[int, Slot, Header]] = []
             unused: list[Slot] = []
             for i, slot in out:
-                header = parse(reservations[i].view)
+                header = parse(reservations[i].view, known=reservations[i].meta)
                 if isinstance(header, Fault) or not _fits(header, reservations[i]):
                     unused.append(slot)
                     results[i] = PutStatus.REFUSED

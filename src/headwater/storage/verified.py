@@ -13,10 +13,13 @@ and what their digests must be, `settle` hears what it found.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
 from headwater.layout.digest import copy_digests
-from headwater.layout.frame import Fault, expect, header_bytes, parse, verify
+from headwater.layout.frame import Fault, expect, header_bytes, parse, verify, vouched
 from headwater.metrics import Metrics
 from headwater.storage.base import (
     SYSTEM_CLOCK,
@@ -31,12 +34,12 @@ from headwater.storage.base import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Loan:
     """A page in place, whose header was found right. Its bytes were not looked at: they must fit `digests`, copied."""
 
     borrow: Borrow
-    digests: tuple[int, ...]  # of each plane
+    digests: npt.NDArray[np.uint64]  # of each plane
 
 
 class VerifiedStore(Store):
@@ -157,12 +160,11 @@ class VerifiedStore(Store):
         """Check a page's header, in a private copy."""
         if len(borrow.view) != self.frame_bytes:
             return GetStatus.SHORT
-        header = parse(memoryview(bytes(borrow.view[: self._header_bytes])))
-        if isinstance(header, Fault):
-            return GetStatus(header.value)
-        now_ms = self._now_ms()
-        fault = expect(header, borrow.name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
-        return GetStatus(fault.value) if fault is not None else Loan(borrow, header.digests)
+        header = memoryview(bytes(borrow.view[: self._header_bytes]))
+        found = vouched(
+            header, borrow.name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes
+        )
+        return GetStatus(found.value) if isinstance(found, Fault) else Loan(borrow, found)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Pass on: a hint."""

@@ -25,15 +25,16 @@ _NO_TIMING: Final = 2
 class CopyCalls:
     """Copies between registered host memory and a device, by address, on a stream; events. Nothing but `wait` blocks.
 
-    Some microseconds a call, without the interpreter's lock: pieces are small, and torch's own objects cost ten times
-    that.
+    A microsecond or two a call: pieces are small, and torch's own objects cost ten times that.
     """
 
     def __init__(self) -> None:
         """Find the runtime that torch uses. Raises InvalidCopy where there is none."""
         major = (torch.version.cuda or "").partition(".")[0]
         try:
-            library = ctypes.CDLL(f"libcudart.so.{major}")
+            # What only queues work keeps the interpreter's lock: to get it back may take as long as many copies.
+            library = ctypes.PyDLL(f"libcudart.so.{major}")
+            waiting = ctypes.CDLL(f"libcudart.so.{major}")
         except OSError as error:
             raise InvalidCopy(f"there is no CUDA runtime {major or 'for this torch'} to copy with: {error}") from error
         address, size = ctypes.c_void_p, ctypes.c_size_t
@@ -49,7 +50,7 @@ class CopyCalls:
         self._record.argtypes = (address, address)
         self._follow = library.cudaStreamWaitEvent
         self._follow.argtypes = (address, address, ctypes.c_uint)
-        self._wait = library.cudaEventSynchronize
+        self._wait = waiting.cudaEventSynchronize
         self._wait.argtypes = (address,)
         self._get_device = library.cudaGetDevice
         self._get_device.argtypes = (ctypes.POINTER(ctypes.c_int),)

@@ -1,7 +1,7 @@
 """Loads and saves without a page between: blocks go straight into a store's own memory, and straight out of it.
 
-For stores whose pages have addresses, where staging reaches their memory. A save reserves slots for its whole row, has
-them filled slice by slice, and publishes each slice while the next is being copied. A load borrows pages and has them
+For stores whose pages have addresses, where staging reaches their memory. A save goes slice by slice: slots are
+reserved and filled, and each slice is published while the next is being copied. A load borrows pages and has them
 copied layer by layer; what arrives is checked on arrival against what the pages' headers vouch for.
 
 Rules kept here: a slot goes back only when no copy can write to it any more (3); a page is believed for what its copy's
@@ -9,16 +9,19 @@ digests prove (4, 5); what was published is contiguous. Not here: threads, deadl
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from headwater.core.events import Load, Save
 from headwater.core.page import PageName
 from headwater.layout.digest import plane_digests
-from headwater.layout.frame import PageMeta, header_bytes, write_header
+from headwater.layout.frame import header_bytes, write_header
 from headwater.storage.base import Addressable, Clock, GetStatus, PutStatus, Reservation
 from headwater.storage.verified import Loan
 from headwater.transfer.ledger import JobState, Ledger
@@ -27,8 +30,10 @@ from headwater.transfer.tier import Naming, Tier
 from headwater.transfer.trouble import StoreTrouble, call, require
 
 if TYPE_CHECKING:
-    from headwater.transfer.copy_engine import Transfer
+    from headwater.transfer.copy_lane import Transfer
 
+_HEAD_PAGES: Final = 64  # of a long load go first
+_LENT_PAGES: Final = 32  # are borrowed in one call
 _LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
 
@@ -38,6 +43,15 @@ class _Slice:
 
     places: list[int]
     slots: list[Reservation]
+    transfer: "Transfer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Blocks of a load that are being copied, or were: where they begin, and the pages they come from."""
+
+    start: int
+    loans: list[Loan]
     transfer: "Transfer"
 
 
@@ -75,68 +89,99 @@ class InPlaceJobs:
     # --- out of a store -----------------------------------------------------------------------------------------------
 
     def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[str]:
-        """All blocks in one transfer. Blocks. Raises JobTrouble, or what staging raises."""
-        staging, reader = self._need_staging(), self._tiers[order.store].reader
-        lent = call(order.store, lambda: reader.lend(names, deadline=job.deadline))
-        require(order.store, lent, len(names), (Loan, GetStatus))
-        results: list[str] = [one if isinstance(one, GetStatus) else GetStatus.LATE for one in lent]
-        loans = [one for one in lent if isinstance(one, Loan)]  # the first ones
-        if not loans:
-            return results
-        with self._ledger.copying(job) as may_copy:
-            if not may_copy:
-                return results
-            transfer = staging.scatter_from(
-                [loan.borrow.view for loan in loans],
-                order.slots[: len(loans)],
-                expected=np.array([loan.digests for loan in loans], np.uint64),
-                on_planes=lambda num_planes: self._ledger.planes_ready(job, num_planes),
-            )
-            self._see_through(job, transfer)
-        if not transfer.complete:
-            return results
-        num_good = transfer.num_good
-        results[: len(loans)] = call(order.store, lambda: reader.settle(loans, num_good, deadline=job.deadline))
-        job.num_bytes += self._moved(order.store, "out", num_good)
+        """All blocks, layer by layer; of a long row the first ones are on their way while the rest is looked up.
+
+        Blocks. Raises JobTrouble, or what staging raises.
+        """
+        results: list[str] = [GetStatus.LATE] * len(names)
+        head = _HEAD_PAGES if len(names) >= 2 * _HEAD_PAGES else 0
+        begun: list[_Row] = []
+        try:
+            for start, end in ((0, head), (head, len(names))):
+                if start < end and not self._begin_row(job, order, names[start:end], start, results, begun):
+                    break
+        finally:
+            for row in begun:
+                self._see_through(job, row.transfer)
+        for row in begun:
+            if not row.transfer.complete:
+                break
+            num_good = row.transfer.num_good
+            settle = partial(self._tiers[order.store].reader.settle, row.loans, num_good, deadline=job.deadline)
+            results[row.start : row.start + len(row.loans)] = call(order.store, settle)
+            job.num_bytes += self._moved(order.store, "out", num_good)
+            if num_good < len(row.loans):
+                break
         return fill_behind(results, GetStatus.HIT, GetStatus.MISS)
+
+    def _begin_row(
+        self,
+        job: JobState,
+        order: Load,
+        names: Sequence[PageName],
+        start: int,
+        results: list[str],
+        begun: list[_Row],
+    ) -> bool:
+        """Borrow pages and have them copied. False: the row ends here. Does not wait for the bytes."""
+        reader = self._tiers[order.store].reader
+        lent: list[Loan | GetStatus] = []
+        for at in range(0, len(names), _LENT_PAGES):
+            asked = names[at : at + _LENT_PAGES]
+            lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
+            require(order.store, lent, at + len(asked), (Loan, GetStatus))
+            if isinstance(lent[-1], GetStatus):
+                lent += [GetStatus.MISS] * (len(names) - len(lent))
+                break
+            time.sleep(0)  # who drives the copies needs the interpreter now and then
+        loans = [one for one in lent if isinstance(one, Loan)]  # the first ones
+        for i, one in enumerate(lent, start):
+            if isinstance(one, GetStatus):
+                results[i] = one
+        if not loans or not self._ledger.begin_copy(job):
+            return False
+        before = list(begun)
+
+        def tell(num_planes: int) -> None:  # what went before is over by now, and may have been wrong
+            if all(row.transfer.num_good == len(row.loans) for row in before):
+                self._ledger.planes_ready(job, num_planes)
+
+        try:
+            transfer = self._need_staging().scatter_from(
+                [loan.borrow.view for loan in loans],
+                order.slots[start : start + len(loans)],
+                expected=np.stack([loan.digests for loan in loans]),
+                on_planes=tell if start + len(loans) == len(order.keys) else None,
+                on_over=lambda: self._ledger.end_copy(job),
+            )
+        except BaseException:
+            self._ledger.end_copy(job)
+            raise
+        begun.append(_Row(start, loans, transfer))
+        return len(loans) == len(names)
 
     # --- into a store -------------------------------------------------------------------------------------------------
 
-    def save(
-        self, job: JobState, order: Save, metas: Sequence[PageMeta], results: list[str], todo: Sequence[int]
-    ) -> list[str]:
+    def save(self, job: JobState, order: Save, results: list[str], todo: Sequence[int]) -> list[str]:
         """The blocks `todo` of a row; the store has the others. Blocks. Raises JobTrouble, or what staging raises."""
         store = self._addressable(order.store)
-        size = self._naming.frame_bytes
-        taken = call(order.store, lambda: list(store.reserve([(metas[i], size) for i in todo], deadline=job.deadline)))
-        out = [one for one in taken if isinstance(one, Reservation)]
+        reserved: list[Reservation] = []
         begun: list[_Slice] = []
         try:
-            require(order.store, taken, len(todo), (Reservation, PutStatus))
-            slots: dict[int, Reservation] = {}
-            for i, one in zip(todo, taken, strict=True):
-                if isinstance(one, Reservation):
-                    slots[i] = one
-                    continue
-                results[i] = one
-                if not one.held:
-                    break  # what comes behind would have no parent
-            mine = list(slots)
-            goes_on = True
-            for at in range(0, len(mine), self._slice_pages):
-                places = mine[at : at + self._slice_pages]
-                slice_ = self._begin(job, order, places, [slots[i] for i in places])
-                if slice_ is None:
+            is_sound = goes_on = True
+            for at in range(0, len(todo), self._slice_pages):
+                goes_on = self._begin_slice(job, order, todo[at : at + self._slice_pages], results, reserved, begun)
+                if len(begun) > 1:
+                    is_sound = self._publish(job, order, begun.pop(0), results)
+                if not (goes_on and is_sound):
                     break
-                begun.append(slice_)
-                goes_on = len(begun) == 1 or self._publish(job, order, begun.pop(0), metas, results)
-                if not goes_on:
-                    break
-            if goes_on and begun and begun[-1].places[-1] == mine[-1]:
-                self._see_through(job, begun[-1].transfer)
+            if goes_on and is_sound:
+                if begun:
+                    self._see_through(job, begun[-1].transfer)
                 self._ledger.copied(job)  # the device may have its slots again
                 self._ledger.flush()
-            while goes_on and begun and self._publish(job, order, begun[0], metas, results):
+            while is_sound and begun:
+                is_sound = self._publish(job, order, begun[0], results)
                 begun.pop(0)
         except StoreTrouble:
             if PutStatus.STORED not in results:
@@ -147,41 +192,71 @@ class InPlaceJobs:
                 slice_.transfer.cancel()
                 slice_.transfer.wait()
             with contextlib.suppress(BaseException):  # those that were published are not out any more
-                store.abandon(out, deadline=job.deadline)
+                store.abandon(reserved, deadline=job.deadline)
         if any(not PutStatus(status).held and status is not PutStatus.LATE for status in results):
             return fill_behind(results, (PutStatus.STORED, PutStatus.EXISTS), PutStatus.NO_PARENT)
         return results
 
-    def _begin(self, job: JobState, order: Save, places: list[int], slots: list[Reservation]) -> _Slice | None:
-        """Have blocks copied into slots. None: the job is not wanted any more. Does not block."""
+    def _begin_slice(
+        self,
+        job: JobState,
+        order: Save,
+        places: Sequence[int],
+        results: list[str],
+        reserved: list[Reservation],
+        begun: list[_Slice],
+    ) -> bool:
+        """Reserve slots for blocks and have them copied there. False: the row ends here. Does not wait for the bytes.
+
+        The block before a slice may still be on its way: it is published first.
+        """
+        store, size = self._addressable(order.store), self._naming.frame_bytes
+        if not self._ledger.goes_on(job):
+            return False
+        wanted = [(self._naming.meta(order, i), size) for i in places]
+        taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
+        reserved += [one for one in taken if isinstance(one, Reservation)]
+        require(order.store, taken, len(places), (Reservation, PutStatus))
+        slots: dict[int, Reservation] = {}
+        ends = False
+        for i, one in zip(places, taken, strict=True):
+            if isinstance(one, Reservation):
+                slots[i] = one
+                continue
+            results[i] = one
+            ends = not one.held
+            if ends:
+                break  # what comes behind would have no parent
+        if not slots:
+            return not ends
         if not self._ledger.begin_copy(job):
-            return None
+            return False
         try:
             transfer = self._need_staging().gather_into(
-                [order.slots[i] for i in places],
-                [slot.view for slot in slots],
+                [order.slots[i] for i in slots],
+                [slot.view for slot in slots.values()],
                 on_over=lambda: self._ledger.end_copy(job),
             )
         except BaseException:
             self._ledger.end_copy(job)
             raise
-        return _Slice(places, slots, transfer)
+        begun.append(_Slice(list(slots), list(slots.values()), transfer))
+        return not ends
 
-    def _publish(
-        self, job: JobState, order: Save, slice_: _Slice, metas: Sequence[PageMeta], results: list[str]
-    ) -> bool:
+    def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[str]) -> bool:
         """Wait for a slice's bytes, seal them, make them visible. False: the row ends here."""
         transfer = slice_.transfer
         self._see_through(job, transfer)
         if not transfer.complete or not self._ledger.goes_on(job):
             return False
         store, sizes, now_ms = self._addressable(order.store), self._naming.layout.plane_bytes, self._now_ms()
-        for at, (i, slot) in enumerate(zip(slice_.places, slice_.slots, strict=True)):
+        for at, slot in enumerate(slice_.slots):
+            digests: list[int] | npt.NDArray[np.uint64]
             if transfer.digests is not None:
-                digests: list[int] = transfer.digests[at].tolist()
+                digests = transfer.digests[at]
             else:
                 digests = plane_digests(slot.view[header_bytes(len(sizes)) :], sizes)
-            write_header(slot.view, metas[i], sizes, digests, now_ms=now_ms)
+            write_header(slot.view, slot.meta, sizes, digests, now_ms=now_ms)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
         require(order.store, statuses, len(slice_.slots), PutStatus)
         for i, status in zip(slice_.places, statuses, strict=True):

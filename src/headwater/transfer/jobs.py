@@ -133,12 +133,11 @@ class Hands:
         return results
 
     def _save(self, job: JobState, order: Save) -> list[str]:
-        metas = self._naming.metas(order)
-        there = self._contains(job, [meta.name for meta in metas])
+        there = self._contains(job, [self._naming.name(key) for key in order.keys])
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
-            return self._in_place.save(job, order, metas, results, todo)
+            return self._in_place.save(job, order, results, todo)
         done = 0
         while done < len(todo):
             with self._pages(job, len(todo) - done) as pages:
@@ -155,7 +154,7 @@ class Hands:
                 if not self._ledger.goes_on(job):
                     break
                 try:
-                    statuses = self._seal_and_put(job, [metas[i] for i in slice_], pages, digests)
+                    statuses = self._seal_and_put(job, [self._naming.meta(order, i) for i in slice_], pages, digests)
                 except StoreTrouble:
                     if not done:
                         raise

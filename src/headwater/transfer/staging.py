@@ -25,11 +25,13 @@ from headwater.layout.spec import KVLayout
 
 if TYPE_CHECKING:
     from headwater.transfer.arena import DeviceCache, HostCache
-    from headwater.transfer.copy_engine import Transfer
+    from headwater.transfer.copy_lane import Transfer
     from headwater.transfer.cuda import Pin
     from headwater.transfer.wire import Digests
 
 log = logging.getLogger("headwater")
+
+_NUM_TRIED = 4  # pages that the copy engine measures with
 
 
 class Staging(Protocol):
@@ -80,6 +82,7 @@ class InPlace(Protocol):
         *,
         expected: "Digests",
         on_planes: Callable[[int], None] | None = None,
+        on_over: Callable[[], None] | None = None,
     ) -> "Transfer":
         """Begin to copy payloads into blocks, and to check what arrives. Does not block; may raise."""
         ...
@@ -103,7 +106,10 @@ class TorchStaging:
         self._host = host
         self._cuda = device.device.type == "cuda"
         self._engine = CopyEngine(device, layout=layout)
-        self._pins: dict[int, Pin | None] = {}  # by address; None: it cannot be registered
+        self._engine.calibrate([host.page(page) for page in range(min(_NUM_TRIED, host.num_pages))])
+        self._pins: dict[
+            int, Pin | memoryview
+        ] = {}  # by address; memory that cannot be registered is held all the same
         self._pinning = threading.Lock()
 
     @property
@@ -142,8 +148,8 @@ class TorchStaging:
                         memory.nbytes,
                         found,
                     )
-                self._pins[address] = None if isinstance(found, str) else found
-            return self._pins[address] is not None
+                self._pins[address] = memory if isinstance(found, str) else found
+            return not isinstance(self._pins[address], memoryview)
 
     def gather_into(
         self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
@@ -158,16 +164,18 @@ class TorchStaging:
         *,
         expected: "Digests",
         on_planes: Callable[[int], None] | None = None,
+        on_over: Callable[[], None] | None = None,
     ) -> "Transfer":
         """Begin to copy out of a store's memory, layer by layer, checked on arrival. Does not block."""
-        return self._engine.scatter(frames, slots, expected=expected, on_planes=on_planes)
+        return self._engine.scatter(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over)
 
     def close(self) -> None:
         """End all copies, then let go of memory that was registered. Idempotent. Blocks, milliseconds."""
         self._engine.close()
         for held in self._pins.values():
-            if held is not None:
+            if not isinstance(held, memoryview):
                 held.release()
+        self._pins.clear()
 
     def __enter__(self) -> Self:
         """Return self; it closes itself at the end of the block."""

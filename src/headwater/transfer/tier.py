@@ -47,23 +47,19 @@ class Naming:
         """How a block's page is called in every store."""
         return page_name(key, self.shard.index, self.shard.count, part=self.part)
 
-    def metas(self, order: Save) -> list[PageMeta]:
-        """What the frames of a row of full blocks say."""
-        parents = (order.parent, *order.keys[:-1])
-        return [
-            PageMeta(
-                key=key,
-                identity=self.identity,
-                parent=parent,
-                depth=order.depth + i,
-                valid_tokens=self.layout.block_tokens,
-                tenant=order.tenant,
-                shard_index=self.shard.index,
-                shard_count=self.shard.count,
-                part=self.part,
-            )
-            for i, (key, parent) in enumerate(zip(order.keys, parents, strict=False))
-        ]
+    def meta(self, order: Save, at: int) -> PageMeta:
+        """What the frame of one block of a row of full blocks says."""
+        return PageMeta(
+            key=order.keys[at],
+            identity=self.identity,
+            parent=order.keys[at - 1] if at else order.parent,
+            depth=order.depth + at,
+            valid_tokens=self.layout.block_tokens,
+            tenant=order.tenant,
+            shard_index=self.shard.index,
+            shard_count=self.shard.count,
+            part=self.part,
+        )
 
 
 class Tier:

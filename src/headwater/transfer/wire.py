@@ -148,7 +148,7 @@ class CudaWire:
         direction: Direction,
         *,
         num_places: int = 4,
-        place_bytes: int = 32 << 20,
+        place_bytes: int = 31 << 20,
         digests: bool = True,
         programs: int | None = 32,
         direct_bytes: int = 0,
@@ -159,7 +159,7 @@ class CudaWire:
         self.place_bytes: Final = max(place_bytes, *map(_aligned, layout.plane_bytes))
         self._out: Final = direction is Direction.OUT
         self._payload_at = header_bytes(len(layout.planes))
-        self._direct_bytes = direct_bytes
+        self.direct_bytes = direct_bytes
         self._calls = calls = copy_calls()
         self._pieces: list[tuple[int, int]] = [(0, 0)] * num_places  # rows and planes of what is at each place
         with torch.cuda.device(cache.device):
@@ -192,7 +192,7 @@ class CudaWire:
         buffer = self._buffers_at + place * self.place_bytes
         with calls.on_device(self._device_number):
             last = self._kernels
-            if num_rows * width <= self._direct_bytes and self._copy_direct(place, piece, self._payload_at + start):
+            if num_rows * width <= self.direct_bytes and self._copy_direct(place, piece, self._payload_at + start):
                 pass
             elif self._out:
                 self._run_kernel(place, piece, buffer, stride)  # first: what follows is prepared while it runs

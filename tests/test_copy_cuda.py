@@ -1,0 +1,146 @@
+"""What only a GPU shows: memory given back to the byte, damage caught on arrival, two processes on one device."""
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headwater.build import open_local
+from headwater.config import LocalStoreConfig
+from headwater.core.events import Event, JobDone, Load, Save
+from headwater.layout.frame import frame_bytes
+from headwater.layout.gqa import gqa_layout
+from headwater.layout.samples import sample_layouts
+from headwater.layout.spec import DType, KVLayout
+from headwater.storage.mapped import MappedStore
+from headwater.testing.pages import IDENTITY
+from headwater.transfer.arena import create_host_cache, create_kv_cache
+from headwater.transfer.copy_engine import CopyEngine
+from headwater.transfer.staging import TorchStaging
+from headwater.transfer.worker import Worker
+from worker_kit import TENANT, key, keys
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+WAIT_S = 60.0
+
+
+def test_memory_is_given_back_to_the_byte() -> None:
+    layout = gqa_layout(num_layers=32, num_kv_heads=8, head_dim=128, block_tokens=64, dtype=DType.BF16)
+    with create_kv_cache(layout, 8, "cuda") as cache, create_host_cache(frame_bytes(layout.plane_bytes), 8) as host:
+        before = torch.cuda.memory_allocated()
+        engine = CopyEngine(cache)
+        assert 0 < torch.cuda.memory_allocated() - before <= 256 << 20
+        assert engine.gather(range(8), [host.page(i) for i in range(8)]).wait(WAIT_S)
+        engine.close()
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("layout", sample_layouts().values(), ids=sample_layouts())
+def test_a_flipped_byte_never_arrives(layout: KVLayout, shm: Path) -> None:
+    """A hundred for each of ten layouts: a thousand."""
+    size, dice = frame_bytes(layout.plane_bytes), np.random.default_rng(7)
+    config = LocalStoreConfig(directory=shm / "store", limit_bytes=64 * size + (8 << 20))
+    ends: list[Event] = []
+    with (
+        open_local(config) as store,
+        create_kv_cache(layout, 8, "cuda") as cache,
+        create_host_cache(size, 2) as pages,
+        TorchStaging(cache, pages) as staging,
+    ):
+        assert isinstance(store, MappedStore)
+        for row in cache.rows:
+            row.random_(0, 256)
+        worker = Worker({"host": store}, staging, layout=layout, identity=IDENTITY, block_tokens=layout.block_tokens)
+        worker.deliver = ends.append
+        name = keys(1, 1)
+        for number in range(100):
+            fields: dict[str, Any] = {"store": "host", "keys": name, "deadline_s": time.monotonic() + WAIT_S}
+            save = Save(job=3 * number, slots=(0,), parent=key(1, -1), depth=0, tenant=TENANT, **fields)
+            worker.submit([save])
+            assert worker.drain(WAIT_S)
+            worker.submit([Load(job=3 * number + 1, slots=(1,), **fields)])
+            assert worker.drain(WAIT_S)
+            at = store._attachment
+            assert at is not None
+            (place,) = at.catalog.mirror.places.values()
+            offset = int(dice.integers(0, size))
+            view = at.slab.view(place.offset, size)
+            view[offset] ^= 1 << int(dice.integers(0, 8))
+            worker.submit([Load(job=3 * number + 2, slots=(1,), **fields)])
+            assert worker.drain(WAIT_S)
+        assert worker.close()
+        results = [event.results for event in ends if isinstance(event, JobDone)]
+        assert results[0::3] == [("stored",)] * 100
+        assert results[1::3] == [("hit",)] * 100
+        assert ("hit",) not in results[2::3]
+
+
+CHILD = """
+import json, sys, time
+import torch
+from pathlib import Path
+from headwater.build import open_local
+from headwater.config import LocalStoreConfig
+from headwater.core.events import JobDone, Load, Save
+from headwater.layout.frame import frame_bytes
+from headwater.layout.samples import sample_layouts
+from headwater.testing.pages import IDENTITY
+from headwater.transfer.arena import create_host_cache, create_kv_cache
+from headwater.transfer.staging import TorchStaging
+from headwater.transfer.worker import Worker
+sys.path.insert(0, sys.argv[3])
+from worker_kit import TENANT, key, keys
+
+directory, me = Path(sys.argv[1]), int(sys.argv[2])
+layout = sample_layouts()["gqa-bf16"]
+size, ends, wrong, hits = frame_bytes(layout.plane_bytes), [], 0, 0
+with (
+    open_local(LocalStoreConfig(directory=directory)) as store,
+    create_kv_cache(layout, 64, "cuda") as cache,
+    create_host_cache(size, 2) as pages,
+    TorchStaging(cache, pages) as staging,
+):
+    worker = Worker({"host": store}, staging, layout=layout, identity=IDENTITY, block_tokens=layout.block_tokens)
+    worker.deliver = ends.append
+    for turn in range(60):
+        chain = turn % 7  # both write the same bytes under the same names, and each reads what the other wrote
+        for row in cache.rows:
+            row[:8] = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None] * 16 + chain
+        job = {"store": "host", "keys": keys(chain, 8), "deadline_s": time.monotonic() + 60}
+        place = {"parent": key(chain, -1), "depth": 0, "tenant": bytes(16)}
+        worker.submit([Save(job=2 * turn, slots=tuple(range(8)), **place, **job)])
+        worker.submit([Load(job=2 * turn + 1, slots=tuple(range(20, 28)), **job)])
+        assert worker.drain(60)
+        done = [event for event in ends if isinstance(event, JobDone) and event.job == 2 * turn + 1]
+        num = sum(1 for result in done[0].results if result == "hit") if done else 0
+        hits += num
+        for row in cache.rows:
+            right = torch.arange(num, device="cuda", dtype=torch.uint8)[:, None] * 16 + chain
+            wrong += int(not (row[20 : 20 + num] == right).all())
+    assert worker.close()
+print(json.dumps({"wrong": wrong, "hits": hits}))
+"""
+
+
+def test_two_processes_on_one_device_and_one_slab(shm: Path) -> None:
+    directory = shm / "store"
+    size = frame_bytes(sample_layouts()["gqa-bf16"].plane_bytes)
+    open_local(LocalStoreConfig(directory=directory, limit_bytes=40 * size + (8 << 20))).close()
+    command = [sys.executable, "-c", CHILD, str(directory)]
+    tests = str(Path(__file__).parent)
+    children = [
+        subprocess.Popen([*command, str(me), tests], stdout=subprocess.PIPE, text=True)  # ourselves
+        for me in range(2)
+    ]
+    said = [json.loads(child.communicate(timeout=300)[0]) for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    assert [one["wrong"] for one in said] == [0, 0]
+    assert all(one["hits"] > 0 for one in said)
