@@ -117,6 +117,7 @@ class OddStaging(TorchStaging):
 
         self._engine = CopyEngine(device, wires=make)
         self.far = False
+        self.begun: list[Transfer] = []  # into a slab
         self.before: Callable[[], None] | None = None  # each copy in place
         self.through_pages = 0
 
@@ -144,7 +145,8 @@ class OddStaging(TorchStaging):
     ) -> Transfer:
         if self.before is not None:
             self.before()
-        return super().gather_into(slots, frames, on_over=on_over)
+        self.begun.append(super().gather_into(slots, frames, on_over=on_over))
+        return self.begun[-1]
 
     def scatter_from(
         self,
@@ -826,8 +828,8 @@ def test_a_row_ends_where_a_slot_is_refused(shm: Path, at: int) -> None:
 def test_what_was_not_copied_whole_is_not_published(shm: Path) -> None:
     """Somebody closes staging under a job: its copies end, and nothing says so but they themselves."""
     with rig(shm) as here:
-        held = hold(here, here.staging.out, 2 * NUM_PLANES + 1)
-        job = here.save(range(6))
+        held = hold(here, here.staging.out, 2 * NUM_PLANES + 1)  # in the last slice
+        job = here.save(range(4))
         assert held.arrived.wait(WAIT_S)
         closing = threading.Thread(target=here.staging.close)
         closing.start()
@@ -836,7 +838,25 @@ def test_what_was_not_copied_whole_is_not_published(shm: Path) -> None:
         here.ear.end(job)
         closing.join(WAIT_S)
         wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
-        assert here.held(6) <= 2
+        assert here.held(4) == 2
+        here.nothing_is_out()
+
+
+def test_a_slot_goes_back_when_no_copy_can_write_to_it(shm: Path) -> None:
+    with rig(shm) as here:
+        held = hold(here, here.staging.out, 2 * NUM_PLANES)  # the second slice is on its way,
+        here.store.gates["publish"].shut()
+        job = here.save(range(6))
+        here.store.gates["publish"].wait_for_arrival()
+        assert held.arrived.wait(WAIT_S)
+        here.store.raises["publish"] = RuntimeError("boom")  # and the first one cannot be published
+        here.store.open()
+        wait_until(lambda: here.staging.begun[1].cancelled or "abandon" in here.store.calls)
+        assert "abandon" not in here.store.calls, "the slot was given back under the copy"
+        held.go_on.set()
+        assert here.ear.failure(job) is Failure.FAILED
+        assert here.store.calls[-1] == "abandon"
+        here.store.raises.clear()
         here.nothing_is_out()
 
 

@@ -75,6 +75,7 @@ _COMMON: Final[dict[str, Any]] = {
 }
 _WAIT_S: Final = 600.0
 _STAGING_PAGES: Final = 16
+_TURNS: Final = 8  # of several requests at once
 _NOTES: Final = {
     "lengths": "per prompt length, medians in ms; limit: one contiguous copy of the KV and a one-token forward",
     "loaded": "share of the prompt that the cache chose to load instead of computing it again",
@@ -103,6 +104,8 @@ class Options:
             raise InvalidConfig(f"no shape {self.shape!r}; there are: {', '.join(SHAPES)}")
         if min(self.rounds, self.pairs, self.block_tokens, self.step_tokens, self.pair_tokens, *self.lengths) < 1:
             raise InvalidConfig("lengths, rounds, pairs and token counts must be positive")
+        if self.rounds < 2:
+            raise InvalidConfig("at least two rounds: in the first one everything is new")
 
 
 class _Server:
@@ -254,8 +257,8 @@ def _measure_overhead(model: Model, places: dict[str, Path], options: Options, s
                 server.rest()
                 if pair >= 0:
                     samples.add(f"{name}_ms", (usage.ttft_s or 0.0) * 1e3)
-        for turn in range(4):
-            for name, server in (("off", off), ("on", on)):
+        for turn in range(_TURNS):
+            for name, server in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
                 prompts = [_prompt(model, num_tokens, 10_000 + 100 * turn + 10 * i + (name == "on")) for i in range(3)]
                 begin_s = time.perf_counter()
                 server.ask(*prompts)
