@@ -15,7 +15,8 @@ beginning. A digest is of the bytes as they were written at their target, or in 
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -154,12 +155,15 @@ class CudaWire:
         direct_bytes: int = 0,
     ) -> None:
         from headwater.transfer.triton_copy import Launcher, PlaneTable
+        from headwater.transfer.xxh3 import SHORT
 
         self.num_places: Final = num_places
         self.place_bytes: Final = max(place_bytes, *map(_aligned, layout.plane_bytes))
         self._out: Final = direction is Direction.OUT
         self._payload_at = header_bytes(len(layout.planes))
         self.direct_bytes = direct_bytes
+        # Short pieces are read twice, once to be digested: out of memory that others write to, that proves nothing.
+        self._may_be_direct = self._out or min(layout.plane_bytes) > SHORT.value
         self._calls = calls = copy_calls()
         self._pieces: list[tuple[int, int]] = [(0, 0)] * num_places  # rows and planes of what is at each place
         with torch.cuda.device(cache.device):
@@ -190,9 +194,10 @@ class CudaWire:
         calls, half = self._calls, self._half[place]
         copies = self._copies[place % 2]  # in turns: while one piece ends, the next has begun
         buffer = self._buffers_at + place * self.place_bytes
-        with calls.on_device(self._device_number):
+        with calls.on_device(self._device_number), self._all_or_nothing():
             last = self._kernels
-            if num_rows * width <= self.direct_bytes and self._copy_direct(place, piece, self._payload_at + start):
+            direct = self._may_be_direct and num_rows * width <= self.direct_bytes
+            if direct and self._copy_direct(place, piece, self._payload_at + start):
                 pass
             elif self._out:
                 self._run_kernel(place, piece, buffer, stride)  # first: what follows is prepared while it runs
@@ -227,6 +232,16 @@ class CudaWire:
         for event in (*self._half, *(event for pair in self._over for event in pair.values())):
             self._calls.destroy_event(event)
         self._half, self._over = [], []
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If not everything could be queued, nothing of it may land later."""
+        try:
+            yield
+        except BaseException:
+            for stream in self._streams:
+                stream.synchronize()
+            raise
 
     def _addresses(self, piece: Piece, start: int) -> list[int]:
         at = self._payload_at + start
