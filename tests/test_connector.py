@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headwater.build import open_cache
 from headwater.cache.cache import TieredCache
+from headwater.cache.placement import Tier, load_pays
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
@@ -596,3 +597,33 @@ def test_the_tape_notices_one_wrong_value() -> None:
 
 def replace_at(tokens: list[int], at: int) -> list[int]:
     return [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+
+
+# --- what loading saves -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt_s", "pays"),
+    [(0.019, False), (0.021, False), (0.060, True)],
+    ids=["faster than a small step", "hardly slower", "much slower"],
+)
+def test_what_every_step_costs_is_not_saved_by_loading(prompt_s: float, pays: bool) -> None:
+    """A step of one token takes 20 ms here. Loading 32 blocks takes 10 ms: it pays where their tokens cost more."""
+    with rig() as one:
+        for seconds in (0.020, 0.300, 0.020, 0.019, 0.021):  # one of them was slow for another reason
+            one.connector.measured(1, 0, seconds)
+        one.connector.measured(32 * one.connector.block_tokens, 0, prompt_s)
+        with one.cache.still() as brain:
+            tier = Tier(TierConfig(name="host"), 1)
+            tier.loading.measured(32, 0.010, 0.0)
+            assert load_pays(tier, brain.cost, start=0, end=32, block_bytes=1, now_s=0.0) == pays
+
+
+def test_few_tokens_say_nothing_of_what_a_token_costs() -> None:
+    with rig() as one:
+        with one.cache.still() as brain:
+            before = brain.cost.base_s, brain.cost.slope_s
+        for _ in range(50):
+            one.connector.measured(20, 1000, 0.5)
+        with one.cache.still() as brain:
+            assert (brain.cost.base_s, brain.cost.slope_s) == before
