@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: venv serve test check nightly clean
+.PHONY: venv serve servers test check nightly clean
 
 venv: $(STAMP)
 
@@ -21,10 +21,14 @@ serve: venv  ## an OpenAI server on a tiny model that it makes itself; says wher
 check: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
-test: check
+servers:  ## what the tests start themselves, by Debian's names
+	@command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -qq -y redis-server; } \
+	  || { echo "the tests need redis-server; as root: apt-get install redis-server"; exit 1; }
+
+test: check servers
 	$(BIN)/python -m pytest
 
-nightly: check  ## the long profile of every hypothesis machine and fault campaign
+nightly: check servers  ## the long profile of every hypothesis machine and fault campaign
 	HEADWATER_TEST_PROFILE=nightly $(BIN)/python -m pytest --timeout 3600
 
 clean:

@@ -1,73 +1,56 @@
 """RedisStore: frames as values of a Redis server, shared by the machines of a small deployment.
 
-One value per page under `prefix + name`. A value appears whole or not at all, so readers see no half page. Values of
-1 MiB gain nothing from long pipelines, so a round trip carries few large pages or many small ones (`_TRIP_BYTES`).
+One value per page under `prefix + name`. A value appears whole or not at all, so readers see no half page. Long
+pipelines of large values are slower than short ones, so a round trip carries one large page or some small ones.
 
 What is the server's and not ours:
 
 - The byte limit: `maxmemory`. With the policy `noeviction` a full server makes NO_ROOM. With `volatile-ttl` it evicts
   what nobody used for longest: every page carries a time to live (`keep_s`), counted anew whenever it is read or put
   again, and shorter by a millisecond for each page further back in the call, so that leaves go first. `allkeys-lru`
-  counts in seconds and samples: it works, and now and then evicts a page that was just put.
+  counts in seconds and samples: it works, and now and then evicts a page that was just used.
 - Parents: a put answers NO_PARENT where the page before is not there, but the server evicts page by page and knows no
   chain, and `delete` removes the page alone. What builds on a missing page is not reached by a reader, who stops at the
   hole, and goes unread until its time is up.
 - A request that it received and had no time for. A put that is LATE because the server did not answer may still be
   carried out when it wakes: the page is then there, whole. Nothing that expired before it was sent is ever sent.
-
-The client's own time limits hold for one read of a socket, not for a call: a server that drips would stretch them. So
-each socket is told before each read and write how much is left until the deadline (`_Paced`). Only finding a host's
-address is the system's business: give an address where its resolver is not to be trusted.
 """
 
-import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Final, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
-from headwater.core.errors import InvalidConfig, NotInstalled, ResourceClosed, StoreForked, StoreUnavailable
+from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
-from headwater.layout.frame import Fault, Header, parse
+from headwater.layout.frame import Fault, PageMeta, parse
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-
-try:
-    from redis.backoff import NoBackoff
-    from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-    from redis.exceptions import ConnectionError as RedisConnectionError
-    from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
-    from redis.exceptions import TimeoutError as RedisTimeoutError
-    from redis.retry import Retry
-except ImportError as error:
-    raise NotInstalled(f"a store on Redis needs {error.name}: pip install 'headwater[redis]'") from error
+from headwater.storage.redis_lines import (
+    AuthenticationError,
+    Command,
+    OutOfMemoryError,
+    RedisError,
+    RedisLines,
+    RedisTimeoutError,
+    ResponseError,
+)
 
 MAX_VALUE_BYTES: Final = 512 << 20  # Redis' own limit
-_TRIP_BYTES: Final = 1 << 20  # frames in one round trip: larger ones were slower
+_TRIP_BYTES: Final = 256 << 10  # frames in one round trip: with more, reading was slower (measured)
 _TRIP_NAMES: Final = 512  # small commands in one round trip
-_READ_BYTES: Final = 256 << 10
-
-T = TypeVar("T")
-Command = tuple[bytes | memoryview | int, ...]
 
 
 class RedisStore(Store):
-    """Pages in a Redis server (6.2 or newer). Blocks for the network, until the deadline."""
-
-    prefix_closed: ClassVar[bool] = False
+    """Pages in a Redis server, 6.2 or newer and not a cluster. Blocks for the network, until the deadline."""
 
     def __init__(
         self, url: str, *, prefix: str = "headwater:", keep_s: float = 86_400.0, open_timeout_s: float = 5.0
     ) -> None:
-        """Connect to `redis://`, `rediss://` or `unix://`. Raises StoreUnavailable that says what to do."""
-        if not keep_s >= 1 or keep_s > 10 * 365 * 86_400:
+        """Connect to `redis://`, `rediss://` or `unix://`. Raises a StoreUnavailable that says what to do."""
+        if not 1 <= keep_s <= 10 * 365 * 86_400:
             raise InvalidConfig(f"keep_s must be between a second and ten years, not {keep_s}")
-        self._where = _without_secrets(url)
         self._prefix = prefix.encode()
         self._keep_ms = int(keep_s * 1000)
-        self._kind, self._options = _connection_of(url, self._where)
-        self._lock = threading.Lock()
-        self._idle: list[_Line] = []
+        self._lines = RedisLines(url)
         self._closed = False
         self._pid = os.getpid()
         self._say_hello(Deadline.after(open_timeout_s))
@@ -78,57 +61,202 @@ class RedisStore(Store):
         """Store frames that are not there yet; STORED once the server was seen to hold all their bytes."""
         self._require_usable()
         results = [PutStatus.REFUSED] * len(pages)
-        headers: dict[int, Header] = {}
+        metas: dict[int, PageMeta] = {}
         for i, (name, frame) in enumerate(pages):
             header = parse(frame) if len(frame) <= MAX_VALUE_BYTES else Fault.FOREIGN
             if not isinstance(header, Fault) and header.meta.name == name and len(frame) == header.frame_bytes:
-                headers[i] = header
-        asked = {header.meta.name for header in headers.values()}
-        asked |= {header.meta.parent_name for header in headers.values() if header.meta.depth}
+                metas[i] = header.meta
         try:
-            held = self._refresh(list(asked), deadline)
+            held = self._look(metas.values(), deadline)
         except RedisError as error:
-            late = PutStatus.LATE if _is_late(error) else PutStatus.FAILED
-            return [late if i in headers else PutStatus.REFUSED for i in range(len(pages))]
+            return [_put_trouble(error) if i in metas else PutStatus.REFUSED for i in range(len(pages))]
         trouble: PutStatus | None = None
-        for trip in _trips(headers, [len(frame) for _, frame in pages]):
-            # A page that builds on one of this trip goes along, and is taken back if that one was not held.
-            going = [] if trouble else self._choose(trip, pages, headers, held, results)
-            if going:
-                commands = [one for i in going for one in self._put_commands(pages[i], i)]
-                try:
-                    answers = self._ask(commands, deadline)
-                except RedisError as error:
-                    trouble = PutStatus.LATE if _is_late(error) else PutStatus.FAILED
+        for trip in _trips([(i, len(pages[i][1])) for i in metas]):
+            going: list[int] = []
+            coming: set[PageName] = set()
+            for i in trip:
+                meta, num_bytes = metas[i], held[metas[i].name]
+                orphan = meta.depth and not held[meta.parent_name] and meta.parent_name not in coming
+                if num_bytes:
+                    results[i] = PutStatus.EXISTS if num_bytes == len(pages[i][1]) else PutStatus.FAILED
+                elif orphan and trouble is None:
+                    results[i] = PutStatus.NO_PARENT
                 else:
-                    for i, (set_, seen) in zip(going, _pairs(answers), strict=True):
-                        results[i] = _what_became(set_, seen, len(pages[i][1]))
-                        held[pages[i][0]] = len(pages[i][1]) if results[i].held else 0
-            if trouble:
-                for i in trip if not going else going:
+                    going.append(i)
+                    coming.add(meta.name)
+            try:
+                if going and trouble is None:
+                    self._send([(i, metas[i], pages[i][1]) for i in going], held, results, deadline)
+            except RedisError as error:
+                trouble = _put_trouble(error)
+            if trouble is not None:
+                for i in going:
                     results[i] = trouble
         return results
 
-    def _choose(
+    def _look(self, metas: Iterable[PageMeta], deadline: Deadline) -> dict[PageName, int]:
+        """How many bytes the server holds of pages and their parents, 0 for none. Counts as a use."""
+        names: dict[PageName, int] = {}
+        for meta in metas:
+            if meta.depth:
+                names.setdefault(meta.parent_name, 0)
+            names.setdefault(meta.name, 0)
+        for start, asked in _portions(list(names)):
+            commands: list[Command] = []
+            for i, name in enumerate(asked):
+                key = self._prefix + name
+                commands += [(b"STRLEN", key), (b"PEXPIRE", key, self._ttl_ms(start + i))]
+            for name, length in zip(asked, self._lines.ask(commands, deadline)[::2], strict=True):
+                names[name] = length if isinstance(length, int) else -1  # something else than a page lies there
+        return names
+
+    def _send(
         self,
-        trip: Sequence[int],
-        pages: Sequence[tuple[PageName, memoryview]],
-        headers: dict[int, Header],
+        pages: Sequence[tuple[int, PageMeta, memoryview]],
         held: dict[PageName, int],
         results: list[PutStatus],
-    ) -> list[int]:
-        """Which pages to send; says of the others why not. A page waits for the trip after its parent's."""
-        going: list[int] = []
-        for i in trip:
-            name, meta = pages[i][0], headers[i].meta
-            if held[name]:
-                results[i] = PutStatus.EXISTS if held[name] == len(pages[i][1]) else PutStatus.FAILED
-            elif meta.depth and not held[meta.parent_name]:
+        deadline: Deadline,
+    ) -> None:
+        """Put pages in one round trip, and look at each behind its write. Takes back what lost its parent there."""
+        commands: list[Command] = []
+        for i, meta, frame in pages:
+            key = self._prefix + meta.name
+            commands += [(b"SET", key, frame, b"NX", b"PX", self._ttl_ms(i)), (b"STRLEN", key)]
+        answers = self._lines.ask(commands, deadline)
+        orphans: list[Command] = []
+        for (i, meta, frame), done, seen in zip(pages, answers[::2], answers[1::2], strict=True):
+            results[i] = _put_status(done, seen, len(frame))
+            if results[i] is PutStatus.STORED and meta.depth and not held[meta.parent_name]:
                 results[i] = PutStatus.NO_PARENT
-            else:
-                going.append(i)
-        return going
+                orphans.append((b"UNLINK", self._prefix + meta.name))
+            elif results[i].held:
+                held[meta.name] = len(frame)
+        if orphans:
+            self._lines.ask(orphans, deadline)
 
-    def _put_commands(self, page: tuple[PageName, memoryview], position: int) -> tuple[Command, Command]:
-        key = self._prefix + page[0]
-        return (b"SET", key, page[1], b"NX", b"PX", self._ttl_ms(position)), (b"STRLEN", key)
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        """Copy frames out, as they are: the caller verifies."""
+        self._require_usable()
+        results = [GetStatus.FAILED] * len(pages)
+        for trip in _trips([(i, len(buffer)) for i, (_, buffer) in enumerate(pages)]):
+            commands = [(b"GETEX", self._prefix + pages[i][0], b"PX", self._ttl_ms(i)) for i in trip]
+            try:
+                answers = self._lines.ask(commands, deadline)
+            except RedisError as error:
+                rest = GetStatus.LATE if isinstance(error, RedisTimeoutError) else GetStatus.FAILED
+                return results[: trip[0]] + [rest] * (len(pages) - trip[0])
+            for i, value in zip(trip, answers, strict=True):
+                results[i] = _copied(value, pages[i][1])
+        return results
+
+    def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
+        """Which pages are there: one command where all or none are, which is what a prefix mostly is."""
+        self._require_usable()
+        found = [False] * len(names)
+        for start, asked in _portions(names):
+            keys = [self._prefix + name for name in asked]
+            try:
+                (count,) = self._lines.ask([(b"EXISTS", *keys)], deadline)
+                if count == 0:
+                    continue
+                one_by_one = [1] * len(keys)
+                if count != len(keys):
+                    one_by_one = self._lines.ask([(b"EXISTS", key) for key in keys], deadline)
+            except RedisError:
+                break
+            found[start : start + len(keys)] = [answer == 1 for answer in one_by_one]
+        return found
+
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+        """Remove pages. What builds on them stays until its time is up: the server knows no chains."""
+        self._require_usable()
+        results: list[DeleteStatus] = []
+        for _, asked in _portions(names):
+            try:
+                answers = self._lines.ask([(b"UNLINK", self._prefix + name) for name in asked], deadline)
+            except RedisError as error:
+                rest = DeleteStatus.LATE if isinstance(error, RedisTimeoutError) else DeleteStatus.FAILED
+                return results + [rest] * (len(names) - len(results))
+            statuses = {1: DeleteStatus.REMOVED, 0: DeleteStatus.ABSENT}
+            results += [statuses[answer] if isinstance(answer, int) else DeleteStatus.FAILED for answer in answers]
+        return results
+
+    def close(self) -> None:
+        """Leave the server; the pages stay there. A call that is under way ends by its deadline."""
+        self._closed = True
+        if self._pid == os.getpid():
+            self._lines.close()
+
+    # --- coming and going ---------------------------------------------------------------------------------------------
+
+    def _say_hello(self, deadline: Deadline) -> None:
+        where = self._lines.where
+        try:
+            (answer,) = self._lines.ask([(b"GETEX", self._prefix + b"hello")], deadline)
+        except AuthenticationError as error:
+            message = f"the Redis server at {where} wants other credentials ({error}): redis://USER:PASSWORD@HOST:PORT"
+            raise StoreUnavailable(message) from error
+        except RedisError as error:
+            message = (
+                f"no Redis server answers at {where} ({error}): mend the address, or start one, for example "
+                "redis-server --save '' --maxmemory 4gb --maxmemory-policy volatile-ttl"
+            )
+            raise StoreUnavailable(message) from error
+        if isinstance(answer, ResponseError):
+            self.close()
+            message = f"the Redis server at {where} refuses GETEX ({answer}): it must be 6.2 or newer, no cluster"
+            raise StoreUnavailable(f"{message}, and let us use the keys that begin with {self._prefix.decode()!r}")
+
+    def _ttl_ms(self, position: int) -> int:
+        return max(1000, self._keep_ms - position)
+
+    def _require_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreForked("this store was opened before fork(): open it again in the child")
+        if self._closed:
+            raise ResourceClosed("the store is closed")
+
+
+def _put_status(done: object, seen: object, num_bytes: int) -> PutStatus:
+    """Of what SET and the STRLEN behind it said."""
+    if isinstance(done, OutOfMemoryError):
+        return PutStatus.NO_ROOM
+    if isinstance(done, ResponseError):
+        return PutStatus.FAILED
+    if seen == num_bytes:
+        return PutStatus.EXISTS if done is None else PutStatus.STORED
+    return PutStatus.NO_ROOM if seen == 0 and done is not None else PutStatus.FAILED  # evicted at once
+
+
+def _put_trouble(error: RedisError) -> PutStatus:
+    return PutStatus.LATE if isinstance(error, RedisTimeoutError) else PutStatus.FAILED
+
+
+def _copied(value: object, buffer: memoryview) -> GetStatus:
+    if value is None:
+        return GetStatus.MISS
+    if not isinstance(value, bytes):
+        return GetStatus.FAILED
+    if len(value) != len(buffer):
+        return GetStatus.SHORT
+    buffer[:] = value
+    return GetStatus.HIT
+
+
+def _trips(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Indices in portions of a round trip each."""
+    trip: list[int] = []
+    num_bytes = 0
+    for i, size in sizes:
+        if trip and (num_bytes + size > _TRIP_BYTES or len(trip) == _TRIP_NAMES):
+            yield trip
+            trip, num_bytes = [], 0
+        trip.append(i)
+        num_bytes += size
+    if trip:
+        yield trip
+
+
+def _portions(names: Sequence[PageName]) -> Iterator[tuple[int, Sequence[PageName]]]:
+    for start in range(0, len(names), _TRIP_NAMES):
+        yield start, names[start : start + _TRIP_NAMES]
