@@ -316,7 +316,7 @@ def test_a_preempted_request_can_be_cancelled(directory: Path, model: Model) -> 
 def test_a_failing_step_is_a_500_that_tells_nothing(
     served: Served, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: object) -> torch.Tensor:
+    def fail(*args: object, **options: object) -> torch.Tensor:
         raise RuntimeError("the secret place /root/weights")
 
     with monkeypatch.context() as patch:

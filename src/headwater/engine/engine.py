@@ -197,12 +197,15 @@ class Engine:
     def _warm_up(self) -> None:
         """Find out what a step costs however few tokens it has, in a slot that nobody has yet."""
         last = self.model.block_tokens - 1  # of the block: the step looks back, as those do that follow a hit
-        for turn in range(1 + _NUM_WARM):
-            begin_s = time.perf_counter()
-            self.model.forward(self._planes, [Span(tokens=[0], start=last, slots=(0,))])
-            self._wait_for_device()
-            if turn:  # the first one compiles and allocates
-                self.connector.measured(1, 0, time.perf_counter() - begin_s)
+        try:
+            for turn in range(1 + _NUM_WARM):
+                begin_s = time.perf_counter()
+                self.model.forward(self._planes, [Span(tokens=[0], start=last, slots=(0,))])
+                self._wait_for_device()
+                if turn:  # the first one compiles and allocates
+                    self.connector.measured(1, 0, time.perf_counter() - begin_s)
+        except Exception:  # who asks will hear of it
+            log.exception("a first step failed")
 
     def _wait_for_device(self) -> None:
         if self._planes.device.type == "cuda":
