@@ -225,7 +225,7 @@ class Lane:
         with self._lock:
             self._num_drivers += 1
         try:
-            while not until() and (end_s is None or time.monotonic() < end_s) and self._advance(hurry=hurry):
+            while not until() and (end_s is None or time.monotonic() < end_s) and self._advance(until, hurry=hurry):
                 pass
         finally:
             with self._lock:
@@ -242,7 +242,7 @@ class Lane:
             thread = self._thread
         if thread is not None:
             thread.join()
-        while self._advance(hurry=True):
+        while self._advance(_never, hurry=True):
             pass
         with self._launching, self._finishing:
             self.wire.close()
@@ -273,16 +273,16 @@ class Lane:
                     self._is_fresh = False
                     self._work.wait(_GRACE_S)
                     continue
-            self._advance(hurry=False)
+            self._advance(_never, hurry=False)
 
     # --- driving ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, *, hurry: bool) -> bool:
-        """Launch a piece, or else finish one. Blocks, for a piece. False: there is none."""
+    def _advance(self, until: Callable[[], bool], *, hurry: bool) -> bool:
+        """Launch a piece, or else finish one, unless nobody needs it any more. Blocks, for a piece. False: none."""
         with self._launching:
             if self._launch_first():
                 return True
-        return self._finish_oldest(hurry=hurry)
+        return self._finish_oldest(until, hurry=hurry)
 
     def _launch_first(self) -> bool:
         """Launch a piece of the first transfer, or strike it off. False: neither is possible. `_launching` is held."""
@@ -306,9 +306,11 @@ class Lane:
             self._under_way.append(one)
         return True
 
-    def _finish_oldest(self, *, hurry: bool) -> bool:
+    def _finish_oldest(self, until: Callable[[], bool], *, hurry: bool) -> bool:
         """Wait for the oldest piece and hand it to its transfer. False: there was none."""
         with self._finishing:
+            if until():  # while another finished one
+                return True
             with self._lock:
                 if not self._under_way:
                     return False
@@ -332,3 +334,7 @@ def tell(listener: Callable[[], None]) -> None:
         listener()
     except BaseException:
         log.exception("who wanted to hear of a copy raised")
+
+
+def _never() -> bool:
+    return False
