@@ -22,6 +22,7 @@ from headwater.transfer.wire import Digests, Piece, Wire
 
 log = logging.getLogger("headwater")
 
+_IDLE_S: Final = 0.001  # between looks, while another takes a piece off the wire
 _GRACE_S: Final = 0.0005  # for who submitted to wait, before the thread drives
 
 Cut: TypeAlias = tuple[int, int, range]  # blocks [start, end) of a transfer, and which of their planes
@@ -308,8 +309,10 @@ class Lane:
 
     def _finish_oldest(self, until: Callable[[], bool], *, hurry: bool) -> bool:
         """Wait for the oldest piece and hand it to its transfer. False: there was none."""
-        with self._finishing:
-            if until():  # while another finished one
+        if not self._finishing.acquire(timeout=_IDLE_S):
+            return True  # another is at it: look again whether that is needed at all
+        try:
+            if until():
                 return True
             with self._lock:
                 if not self._under_way:
@@ -326,6 +329,8 @@ class Lane:
                 self._free.append(one.place)
             one.transfer._collect(one.piece, one.at, digests, one.error)
             return True
+        finally:
+            self._finishing.release()
 
 
 def tell(listener: Callable[[], None]) -> None:
