@@ -8,7 +8,7 @@ Rules kept here: a slot goes back only when no copy can write to it any more (3)
 digests prove (4, 5); what was published is contiguous. Not here: threads, deadlines that pass while a call hangs.
 """
 
-import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from headwater.transfer.trouble import StoreTrouble, call, require
 
 if TYPE_CHECKING:
     from headwater.transfer.copy_lane import Transfer
+
+log: Final = logging.getLogger("headwater")
 
 _HEAD_PAGES: Final = 64  # of a long load go first
 _LENT_PAGES: Final = 32  # are borrowed in one call
@@ -191,8 +193,10 @@ class InPlaceJobs:
             for slice_ in begun:
                 slice_.transfer.cancel()
                 slice_.transfer.wait()
-            with contextlib.suppress(BaseException):  # those that were published are not out any more
-                store.abandon(reserved, deadline=job.deadline)
+            try:
+                store.abandon(reserved, deadline=job.deadline)  # those that were published are not out any more
+            except BaseException:  # foreign code: the results stand, and the slots stay the store's trouble
+                log.exception("%s did not take %d slots back", order.store, len(reserved))
         if any(not PutStatus(status).held and status is not PutStatus.LATE for status in results):
             return fill_behind(results, (PutStatus.STORED, PutStatus.EXISTS), PutStatus.NO_PARENT)
         return results
