@@ -158,20 +158,37 @@ def test_deeper_blocks_cost_more() -> None:
     assert cost.row_s(3, 3) == 0.0
 
 
-def test_loading_pays_if_it_is_at_least_as_fast_as_computing() -> None:
-    def pays(num_blocks: int, *, queued_bytes: int = 0, base_s: float = 1.0) -> bool:
+def test_loading_pays_if_it_is_clearly_faster_than_computing() -> None:
+    def pays(num_blocks: int, *, queued_bytes: int = 0, base_s: float = 4 / 3) -> bool:
         tier.queued_load_bytes = queued_bytes
         return load_pays(tier, ComputeCost(base_s, 0.0), start=0, end=num_blocks, block_bytes=10, now_s=0.0)
 
     tier = Tier(TierConfig(name="host"), 1)
     assert pays(3)  # never measured
     tier.loading.measured(10, 1.0, 0.0)
-    assert pays(3)  # just as fast
+    assert pays(3)  # three quarters of it
     assert not pays(3, queued_bytes=1)
-    assert not pays(3, base_s=0.9)
+    assert not pays(3, base_s=1.3)
     assert pays(3, base_s=0.0)  # computing was never measured
     tier.loading.measured(10, 0.0, 0.0)
     assert pays(3, queued_bytes=1)
+
+
+def test_what_it_takes_to_be_told_counts_too() -> None:
+    def pays(base_s: float) -> bool:
+        return load_pays(tier, ComputeCost(base_s, 0.0), start=0, end=3, block_bytes=10, now_s=0.0)
+
+    tier = Tier(TierConfig(name="host"), 1)
+    tier.loaded(10, 1.0, 3.0, 0.0)
+    assert tier.load_s(30, 0.0) == pytest.approx(6.0)
+    assert pays(8 / 3 + 1e-6)
+    assert not pays(8 / 3 - 1e-6)
+    for nothing in (None, -1.0, float("nan"), float("inf")):  # it stood behind others, or clocks disagree
+        tier.loaded(10, 1.0, nothing, 0.0)
+    assert tier.load_s(30, 0.0) == pytest.approx(6.0)
+    tier.loaded(10, 1.0, 8.0, 0.0)
+    assert tier.lag_s == pytest.approx(4.0)  # smoothed
+    assert tier.load_s(30, 31.0) == 0.0  # too long ago: somebody has to try again
 
 
 def test_what_a_store_takes() -> None:

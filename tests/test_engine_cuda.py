@@ -1,16 +1,23 @@
 """The models on a GPU: what a CPU cannot show. Kernels that know causality with a context, and no waiting in a step."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from headwater.build import open_cache
+from headwater.config import CacheConfig
 from headwater.engine.attention.base import causal_attention
+from headwater.engine.connector import Connector
+from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import FAMILIES, make_model, random_model
 from headwater.engine.models.base import Model, Span
+from headwater.engine.request import Output, Request, Sampling
 from headwater.transfer.arena import DeviceCache, create_kv_cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -100,3 +107,36 @@ def test_a_step_never_waits_for_the_device(family: str, kv: str) -> None:
         with no_waiting():
             logits = model.forward(planes, spans)
         assert torch.isfinite(logits).all()
+
+
+def test_writers_stand_back_exactly_while_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(FAMILIES["llama"], device="cuda", dtype="bf16")
+    heard: list[object] = []
+    forward = model.forward
+
+    def step(*args: Any, **options: Any) -> torch.Tensor:
+        heard.append("launch")
+        out = forward(*args, **options)
+        heard.append("launched")
+        return out
+
+    monkeypatch.setattr(model, "forward", step)
+    config = CacheConfig(num_slots=40, block_tokens=model.block_tokens, block_bytes=model.layout.page_bytes)
+    over = threading.Event()
+    with (
+        create_kv_cache(model.layout, 40, "cuda") as planes,
+        open_cache(config, {}, None, layout=model.layout, identity=model.identity.digest) as cache,
+    ):
+        monkeypatch.setattr(cache, "stand_back", lambda *, hurry: heard.append(hurry))
+        with Engine(model, planes, Connector(cache, model.identity), EngineConfig(step_tokens=64)) as engine:
+            sampling = Sampling(max_tokens=2, ignore_eos=True)
+
+            def listen(output: Output) -> None:
+                if output.finish is not None:
+                    over.set()
+
+            engine.submit(Request(name="one", prompt=tokens(100), sampling=sampling, listen=listen))
+            assert over.wait(60)
+    steps = heard[heard.index(True) :]  # the warm-up says nothing
+    once = [True, "launch", "launched", False]
+    assert steps == once * 3 + [True, False]  # two chunks and a token; then nothing is left to launch

@@ -44,7 +44,7 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
 from headwater.testing.stores import soon
-from headwater.transfer import cuda
+from headwater.transfer import courtesy, cuda
 from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.copy_lane import Transfer
@@ -677,6 +677,24 @@ def test_the_next_slice_is_copied_while_one_is_published(shm: Path) -> None:
         wait_until(lambda: len(here.staging.out.finished) == 4 * NUM_PLANES)
         assert not here.ear.of(job)
         here.store.open()
+        assert here.ear.results(job) == ["stored"] * 6
+
+
+def test_slices_stand_back_while_the_engine_is_in_a_hurry(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    with rig(shm) as here:
+        here.store.gates["publish"].shut()
+        job = here.save(range(6))
+        here.store.gates["publish"].wait_for_arrival()  # of the first slice; the second was copied
+        here.worker.stand_back(hurry=True)
+        wait_until(lambda: len(here.staging.out.finished) == 4 * NUM_PLANES)
+        here.store.open()
+        names = [page_name(key(1, i)) for i in range(2)]
+        wait_until(lambda: all(here.store.store.contains(names, deadline=soon())))
+        here.loaded(range(10, 12), range(2))
+        assert len(here.staging.out.finished) == 4 * NUM_PLANES
+        assert not here.ear.ends(job)
+        here.worker.stand_back(hurry=False)
         assert here.ear.results(job) == ["stored"] * 6
 
 

@@ -32,6 +32,7 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY
 from headwater.testing.stores import soon
+from headwater.transfer import courtesy
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.staging import TorchStaging
 from headwater.transfer.worker import Worker
@@ -48,6 +49,7 @@ from worker_kit import (
     odd,
     rigs,
     slowly,
+    wait_until,
 )
 
 LIMIT_BYTES = 16 << 20
@@ -337,6 +339,44 @@ def test_saves_leave_a_thread_to_loads(make: Callable[..., Rig]) -> None:
     rig.loaded(range(100, 102), range(2))
     assert not any(rig.ear.ends(job) for job in saves)
     assert odd(rig).calls().count("put") == 2
+
+
+def test_saves_stand_back_while_the_engine_is_in_a_hurry(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    rig = make(slice_pages=2)
+    rig.saved(range(2))
+    odd(rig).asked.clear()
+    rig.worker.stand_back(hurry=True)
+    save = rig.save(range(6), chain=2)
+    rig.loaded(range(100, 102), range(2))  # a load does not stand back
+    assert odd(rig).calls() == ["get_into"]
+    assert not rig.ear.ends(save)
+    rig.worker.stand_back(hurry=False)
+    assert rig.ear.results(save) == ["stored"] * 6
+
+
+def test_a_save_stands_back_between_its_slices(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    rig = make(slice_pages=2)
+    odd(rig).gates["put"].shut()
+    save = rig.save(range(6))
+    odd(rig).gates["put"].wait_for_arrival()
+    rig.worker.stand_back(hurry=True)
+    odd(rig).open()
+    names = [page_name(key(1, i)) for i in range(2)]
+    wait_until(lambda: all(odd(rig).store.contains(names, deadline=soon())))
+    rig.loaded(range(100, 102), range(2))
+    assert odd(rig).calls().count("put") == 1
+    rig.worker.stand_back(hurry=False)
+    assert rig.ear.results(save) == ["stored"] * 6
+
+
+def test_nobody_stands_back_for_ever(make: Callable[..., Rig]) -> None:
+    rig = make(slice_pages=4)
+    rig.worker.stand_back(hurry=True)
+    assert rig.ear.results(rig.save(range(8))) == ["stored"] * 8
 
 
 def test_a_store_that_hangs_in_put_can_still_be_read(make: Callable[..., Rig]) -> None:

@@ -35,6 +35,14 @@ class Hands(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
+    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
+        """The answer to a Look, if memory has it; None: the store has to be asked. Does not block."""
+        ...
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Do what nobody waits for a little later, while the engine is in a hurry. Does not block."""
+        ...
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is under way; False if that took too long."""
         ...
@@ -57,6 +65,13 @@ class NoHands:
 
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Forget them."""
+
+    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
+        """Nobody knows."""
+        return None
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Nobody is in the way."""
 
     def drain(self, timeout_s: float) -> bool:
         """Nothing is under way."""
@@ -218,6 +233,10 @@ class TieredCache:
         with self._lock:
             self._handle(ev.Paced(now_s=self._now_s(), base_s=base_s, slope_s=slope_s))
 
+    def stand_back(self, *, hurry: bool) -> None:
+        """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
+        self._hands.stand_back(hurry=hurry)
+
     # --- the hands' side ----------------------------------------------------------------------------------------------
 
     def deliver(self, event: ev.Event) -> None:
@@ -279,10 +298,19 @@ class TieredCache:
                 log.exception("no event is recorded any more")
                 self._record = None
         out = self.brain.handle(event)
-        work = [one for one in out if isinstance(one, ev.Job | ev.Cancel)]
         self._report(out)
+        work: list[ev.Instruction] = []
+        answers: list[ev.JobDone] = []
+        for one in out:
+            seen = self._hands.glance(one) if isinstance(one, ev.Look) else None
+            if seen is not None and isinstance(one, ev.Look):
+                answers.append(ev.JobDone(now_s=event.now_s, job=one.job, results=seen))
+            elif isinstance(one, ev.Job | ev.Cancel):
+                work.append(one)
         if work:
             self._hands.submit(work)
+        for answer in answers:  # nobody has to wait for a thread to wake up
+            out += self._handle(answer)
         return out
 
     def _report(self, out: Sequence[ev.Instruction]) -> None:

@@ -48,6 +48,7 @@ class Jobs:
             end=end,
             num_bytes=num_bytes,
             begun_s=now_s,
+            alone=not tier.queued_load_bytes,
             **more,
         )
         self._jobs[job.job] = job
@@ -101,6 +102,7 @@ class Jobs:
                 job.slots,
                 job.results,
                 job.begun_s,
+                job.alone,
             ]
             for job in self
         ]

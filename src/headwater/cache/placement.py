@@ -12,6 +12,7 @@ from headwater.cache.records import JobKind
 from headwater.config import TierConfig
 
 _WEIGHT: Final = 0.2  # of the newest measurement
+_WORTH: Final = 0.75  # of computing, that a load may take: what is expected is off by that much from step to step
 _FORGOTTEN_S: Final = 30.0  # a tier that was too slow to be used is tried again: nobody else would find it well
 
 
@@ -72,6 +73,7 @@ class Tier:
         }
         self.loading = Pace()
         self.saving = Pace()
+        self.lag_s: float | None = None  # from saying what is to be loaded to hearing that it was, but for the loading
         self.queued_load_bytes = 0
         self.queued_save_bytes = 0
         self.num_pinning = 0  # saves that have not read their blocks yet, and keep them on the device
@@ -95,15 +97,23 @@ class Tier:
         """The worst state of its breakers."""
         return max(breaker.state for breaker in self.breakers.values())
 
+    def loaded(self, num_bytes: int, seconds: float, lag_s: float | None, now_s: float) -> None:
+        """A load moved so much in such a time, and came so much later; None: it stood behind others."""
+        self.loading.measured(num_bytes, seconds, now_s)
+        if lag_s is not None and 0 <= lag_s < float("inf"):
+            self.lag_s = lag_s if self.lag_s is None else self.lag_s + _WEIGHT * (lag_s - self.lag_s)
+
     def load_s(self, num_bytes: int, now_s: float) -> float:
-        """How long a load should take, behind what is queued."""
-        return self.loading.seconds(self.queued_load_bytes + num_bytes, now_s)
+        """How long a load should take, behind what is queued; nothing, as long as nobody knows."""
+        seconds = self.loading.seconds(self.queued_load_bytes + num_bytes, now_s)
+        return seconds + (self.lag_s or 0.0) if seconds else 0.0
 
 
 def load_pays(tier: Tier, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float) -> bool:
-    """Whether loading blocks [start, end) is expected to be at least as fast as computing them.
+    """Whether loading blocks [start, end) is expected to be clearly faster than computing them.
 
-    Where computing was never measured, loading pays: a hit is what a cache is for.
+    A gain that is missed costs little; a hit that is slower than none breaks a promise. Where computing was never
+    measured, loading pays: a hit is what a cache is for.
     """
     compute_s = cost.row_s(start, end)
-    return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= compute_s
+    return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= _WORTH * compute_s

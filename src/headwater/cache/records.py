@@ -28,6 +28,7 @@ class JobRecord:
     end: int
     num_bytes: int
     begun_s: float
+    alone: bool = True  # a Load behind no other of its store
     cancelled: bool = False  # it was told to end
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
     target: str | None = None  # of a Promote

@@ -319,7 +319,8 @@ class Brain:
             return
         whole = not {"failed", "late"}.intersection(event.results)  # one that was cut short tells nothing of speed
         if job.kind is JobKind.LOAD and whole:
-            tier.loading.measured(event.num_bytes, event.seconds, event.now_s)
+            lag_s = event.now_s - job.begun_s - event.seconds if job.alone else None
+            tier.loaded(event.num_bytes, event.seconds, lag_s, event.now_s)
         elif job.kind is JobKind.SAVE and whole:
             tier.saving.measured(event.num_bytes, event.seconds, event.now_s)
         self._end(job, event.results, None, event.now_s)

@@ -8,10 +8,11 @@ A request starts when its blocks are there, or, where nobody else has work (`com
 all of them came. If not, the step was for nothing, and is thrown away (rule 1).
 """
 
-import statistics
 from collections import deque
 from dataclasses import replace
 from typing import Final
+
+import numpy as np
 
 from headwater.cache.cache import TieredCache
 from headwater.cache.match import Match
@@ -41,7 +42,7 @@ class Connector:
         self._named: dict[bytes, tuple[BlockKey, bytes]] = {}  # by salt: root and tenant
         self._small_s: deque[float] = deque(maxlen=_NUM_SMALL)
         # Weighted sums over steps of t = a x tokens + b x (tokens x context): a least-squares fit in two unknowns.
-        self._xx = self._xy = self._yy = self._xt = self._yt = 0.0
+        self._sums = np.zeros(7)  # over steps of many tokens: x, y, xx, xy, yy, xt, yt of tokens, contexts, seconds
 
     def ask(self, request: Request, now_s: float) -> None:
         """Ask what is there of a request's tokens, or ask again."""
@@ -148,29 +149,43 @@ class Connector:
         request.num_committed = request.num_computed = 0
         return bill
 
+    def stand_back(self, *, hurry: bool) -> None:
+        """The engine is in a hurry, or not any more: what the cache writes can be written a little later."""
+        self.cache.stand_back(hurry=hurry)
+
     def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
         """A step computed so many tokens; `token_contexts`: the sum over them of tokens before each.
 
         What a step costs however few tokens it has is left out of what a token costs: loading does not save it, because
         a request with a hit needs a step too.
         """
+        fixed_s = self._fixed_s()
         if num_tokens <= _FEW_TOKENS:
             self._small_s.append(seconds)
-        if num_tokens < _MANY_TOKENS:
-            return
-        seconds = max(_LEAST_S, seconds - (statistics.median(self._small_s) if self._small_s else 0.0))
-        x, y = float(num_tokens), float(token_contexts)
-        for name, value in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xt", x * seconds), ("_yt", y * seconds)):
-            setattr(self, name, _FORGET * getattr(self, name) + value)
-        det = self._xx * self._yy - self._xy * self._xy
-        per_token_s, per_context_s = self._xt / self._xx, 0.0
-        if det > 1e-9 * self._xx * self._yy:
-            a = (self._xt * self._yy - self._yt * self._xy) / det
-            b = (self._yt * self._xx - self._xt * self._xy) / det
+        if num_tokens >= _MANY_TOKENS:
+            x, y, t = float(num_tokens), float(token_contexts), seconds
+            self._sums = _FORGET * self._sums + np.array([x, y, x * x, x * y, y * y, x * t, y * t])
+        elif self._fixed_s() == fixed_s or not self._sums.any():
+            return  # nothing new
+        fixed_s = self._fixed_s()
+        x, y, xx, xy, yy, xt, yt = self._sums.tolist()
+        xt, yt = max(_LEAST_S * x, xt - fixed_s * x), max(0.0, yt - fixed_s * y)
+        det = xx * yy - xy * xy
+        per_token_s, per_context_s = xt / xx, 0.0
+        if det > 1e-9 * xx * yy:
+            a, b = (xt * yy - yt * xy) / det, (yt * xx - xt * xy) / det
             if a > 0 and b >= 0:
                 per_token_s, per_context_s = a, b
         size = self.block_tokens
         self.cache.pace(per_token_s * size, per_context_s * size * size)
+
+    def _fixed_s(self) -> float:
+        """What a step costs however few tokens it has: the upper quartile of what was seen.
+
+        Small steps vary by half, and whatever a token seems to cost is an argument for loading: so rather too much.
+        """
+        ordered = sorted(self._small_s)
+        return ordered[3 * len(ordered) // 4] if ordered else 0.0
 
     def _extend_keys(self, request: Request, num_blocks: int) -> None:
         done = len(request.keys)

@@ -33,7 +33,8 @@ from headwater.transfer.arena import DeviceCache
 
 log = logging.getLogger("headwater")
 
-_NUM_WARM: Final = 3  # steps to see what a step costs
+_NUM_WARM: Final = 4  # steps to see what a step costs,
+_WARM_PAUSE_S: Final = 0.02  # each after a pause, as requests come: a machine that sleeps is slower at first
 _IDLE_S: Final = 0.02  # at most, between looks at what is under way; the cache wakes us before
 
 
@@ -86,6 +87,7 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._num_inside = 0  # submitted and not over
         self._closing = False
+        self._in_hurry = False
         self._news = False  # the cache heard something since it was last looked at
         connector.cache.on_change = self._wake
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
@@ -170,6 +172,8 @@ class Engine:
     def _run(self) -> None:
         self._warm_up()
         while True:
+            if self._scheduler.idle:
+                self._hurry(on=False)
             with self._lock:
                 while self._scheduler.idle and not self._inbox and not self._closing:
                     self._lock.wait()
@@ -189,6 +193,7 @@ class Engine:
             if work:
                 self._step(work)
             else:
+                self._hurry(on=False)
                 with self._lock:
                     if not (self._inbox or self._news):
                         self._lock.wait(_IDLE_S)
@@ -196,9 +201,14 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Find out what a step costs however few tokens it has, in a slot that nobody has yet."""
-        last = self.model.block_tokens - 1  # of the block: the step looks back, as those do that follow a hit
+        size = self.model.block_tokens
+        last = size - 1  # of the block: the step looks back, as those do that follow a hit
         try:
+            if self._planes.device.type == "cuda" and self._planes.num_blocks > 1:
+                # Kernels for a chunk behind a context are made the first time, which would be somebody's first hit.
+                self.model.forward(self._planes, [Span(tokens=[0] * size, start=size, slots=(0, 1))])
             for turn in range(1 + _NUM_WARM):
+                time.sleep(_WARM_PAUSE_S)
                 begin_s = time.perf_counter()
                 self.model.forward(self._planes, [Span(tokens=[0], start=last, slots=(0,))])
                 self._wait_for_device()
@@ -206,6 +216,12 @@ class Engine:
                     self.connector.measured(1, 0, time.perf_counter() - begin_s)
         except Exception:  # who asks will hear of it
             log.exception("a first step failed")
+
+    def _hurry(self, *, on: bool) -> None:
+        """Have the cache's writers stand back while a device stands still and waits for us. A CPU does not wait."""
+        if self._in_hurry != on and self._planes.device.type == "cuda":
+            self._in_hurry = on
+            self.connector.stand_back(hurry=on)
 
     def _wait_for_device(self) -> None:
         if self._planes.device.type == "cuda":
@@ -222,7 +238,9 @@ class Engine:
         try:
             spans = [self._span(one) for one in work]
             gate = self._gate(work[0]) if work[0].early else None
+            self._hurry(on=gate is None)  # a gate waits for layers while the step is launched
             logits = self.model.forward(self._planes, spans, before_layer=gate)
+            self._hurry(on=False)  # the device is busy, and we wait for it: time for the cache
             if work[0].early and not self.connector.arrived(work[0].request):
                 raise _LoadFailed
             sampling = [one for one in work if one.samples]
@@ -244,6 +262,7 @@ class Engine:
             for one in work:  # nothing of it is committed: what it wrote is nobody's
                 self._end(one.request, Finish.FAILED, f"{type(error).__name__}: {error}")
             return
+        self._hurry(on=True)  # the device stands still until the next step is launched
         if work[0].early:
             work[0].request.phase = Phase.RUNNING
         else:

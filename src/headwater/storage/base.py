@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Final, Protocol, Self
+from typing import ClassVar, Final, Protocol, Self, runtime_checkable
 
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta
@@ -158,6 +158,15 @@ class Borrow:
     view: memoryview
     slot: int
     stamp: bytes  # the header as it was when borrowed
+
+
+@runtime_checkable
+class Glancing(Protocol):
+    """A store that can often say from memory what it has."""
+
+    def glance(self, names: Sequence[PageName]) -> list[bool] | None:
+        """What `contains` would say, if that is in memory and up to date; None: ask. Never waits for anybody."""
+        ...
 
 
 class Addressable(ABC):

@@ -15,7 +15,7 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Cancel, Event, Failure, Finished, Instruction, Job
+from headwater.core.events import Cancel, Event, Failure, Finished, Instruction, Job, Look
 from headwater.core.keys import BlockKey
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
@@ -23,6 +23,7 @@ from headwater.storage.base import Clock, Store
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
+from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.jobs import Hands
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.pages import PagePool
@@ -68,6 +69,7 @@ class VirtualHands:
             naming=naming,
             slice_pages=3,
             clock=clock,
+            courtesy=Courtesy(),
             metrics=metrics,
         )
 
@@ -83,6 +85,13 @@ class VirtualHands:
                     job = JobState(one, self._clock)
                     self.ledger.admit(job)
                     self.queued.append(job)
+
+    def glance(self, look: Look) -> tuple[str, ...] | None:
+        """Everything takes its turn here."""
+        return None
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Nothing happens beside the engine here."""
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """A job is done at once or not at all."""
@@ -189,6 +198,14 @@ class EngineHands(Protocol):
 
     def revive(self, store: str) -> bool:
         """Put a store right."""
+        ...
+
+    def glance(self, look: Look) -> tuple[str, ...] | None:
+        """An answer from memory."""
+        ...
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Do what nobody waits for a little later."""
         ...
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:

@@ -24,6 +24,7 @@ from headwater.layout.digest import plane_digests
 from headwater.layout.frame import header_bytes, write_header
 from headwater.storage.base import Addressable, Clock, GetStatus, PutStatus, Reservation
 from headwater.storage.verified import Loan
+from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.staging import InPlace, Staging
 from headwater.transfer.tier import Naming, Tier
@@ -36,6 +37,7 @@ log: Final = logging.getLogger("headwater")
 
 _HEAD_PAGES: Final = 64  # of a long load go first
 _LENT_PAGES: Final = 32  # are borrowed in one call
+_BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
 _LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
 
@@ -69,6 +71,7 @@ class InPlaceJobs:
         naming: Naming,
         slice_pages: int,
         clock: Clock,
+        courtesy: Courtesy,
         moved: Callable[[str, str, int], int],
     ) -> None:
         """`moved` counts pages that went to or came from a tier, and says how many bytes that is."""
@@ -78,6 +81,7 @@ class InPlaceJobs:
         self._naming = naming
         self._slice_pages = slice_pages
         self._clock = clock
+        self._courtesy = courtesy
         self._moved = moved
 
     def reaches(self, name: str) -> bool:
@@ -135,7 +139,7 @@ class InPlaceJobs:
             if isinstance(lent[-1], GetStatus):
                 lent += [GetStatus.MISS] * (len(names) - len(lent))
                 break
-            time.sleep(0)  # who drives the copies needs the interpreter now and then
+            time.sleep(_BREATH_S)
         loans = [one for one in lent if isinstance(one, Loan)]  # the first ones
         for i, one in enumerate(lent, start):
             if isinstance(one, GetStatus):
@@ -172,6 +176,7 @@ class InPlaceJobs:
         try:
             is_sound = goes_on = True
             for at in range(0, len(todo), self._slice_pages):
+                self._courtesy.wait()
                 goes_on = self._begin_slice(job, order, todo[at : at + self._slice_pages], results, reserved, begun)
                 if len(begun) > 1:
                     is_sound = self._publish(job, order, begun.pop(0), results)
@@ -183,6 +188,7 @@ class InPlaceJobs:
                 self._ledger.copied(job)  # the device may have its slots again
                 self._ledger.flush()
             while is_sound and begun:
+                self._courtesy.wait()
                 is_sound = self._publish(job, order, begun[0], results)
                 begun.pop(0)
         except StoreTrouble:
@@ -220,6 +226,7 @@ class InPlaceJobs:
         wanted = [(self._naming.meta(order, i), size) for i in places]
         taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
         reserved += [one for one in taken if isinstance(one, Reservation)]
+        time.sleep(_BREATH_S)
         require(order.store, taken, len(places), (Reservation, PutStatus))
         slots: dict[int, Reservation] = {}
         ends = False
@@ -261,10 +268,12 @@ class InPlaceJobs:
             else:
                 digests = plane_digests(slot.view[header_bytes(len(sizes)) :], sizes)
             write_header(slot.view, slot.meta, sizes, digests, now_ms=now_ms)
+        time.sleep(_BREATH_S)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
         require(order.store, statuses, len(slice_.slots), PutStatus)
         for i, status in zip(slice_.places, statuses, strict=True):
             results[i] = status
+        time.sleep(_BREATH_S)
         job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
         return all(status.held for status in statuses)
 

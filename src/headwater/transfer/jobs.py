@@ -21,8 +21,9 @@ from headwater.core.events import Failure, Job, Load, Look, Promote, Save
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, GetStatus, PutStatus
+from headwater.storage.base import Clock, GetStatus, Glancing, PutStatus
 from headwater.storage.sealed import put_sealed
+from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.in_place import InPlaceJobs
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.pages import Account, PagePool
@@ -62,6 +63,7 @@ class Hands:
         naming: Naming,
         slice_pages: int,
         clock: Clock,
+        courtesy: Courtesy,
         metrics: Metrics,
     ) -> None:
         self._tiers = tiers
@@ -72,9 +74,17 @@ class Hands:
         self._frame_bytes = naming.frame_bytes
         self._slice_pages = slice_pages
         self._clock = clock
+        self._courtesy = courtesy
         self._metrics = metrics
         self._in_place = InPlaceJobs(
-            tiers, staging, ledger, naming=naming, slice_pages=slice_pages, clock=clock, moved=self._moved
+            tiers,
+            staging,
+            ledger,
+            naming=naming,
+            slice_pages=slice_pages,
+            clock=clock,
+            courtesy=courtesy,
+            moved=self._moved,
         )
 
     def run(self, job: JobState) -> list[str]:
@@ -93,6 +103,26 @@ class Hands:
             return self._promote(job, order)
         raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
 
+    def glance(self, order: Look) -> tuple[str, ...] | None:
+        """A Look's answer from memory; None: there is none. Does not block. Raises nothing: then it is asked again."""
+        store = self._tiers[order.store].store
+        if not isinstance(store, Glancing):
+            return None
+        names = [self._naming.name(key) for key in order.keys]
+
+        def glance() -> list[bool] | None:
+            found = store.glance(names)
+            return None if found is None else list(found)
+
+        try:
+            held = call(order.store, glance)
+            if held is None:
+                return None
+            require(order.store, held, len(names), bool)
+        except StoreTrouble:
+            return None  # whatever it is, asking will show it
+        return _words(held)
+
     def _look(self, job: JobState, order: Look) -> list[str]:
         held = self._contains(job, [self._naming.name(key) for key in order.keys])
         trouble = self._tiers[order.store].trouble
@@ -100,7 +130,7 @@ class Hands:
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
             raise JobTrouble(Failure.LATE, "the answer came after the deadline")
-        return ["held" if one else "absent" for one in held]
+        return list(_words(held))
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = [self._naming.name(key) for key in order.keys]
@@ -133,6 +163,7 @@ class Hands:
         return results
 
     def _save(self, job: JobState, order: Save) -> list[str]:
+        self._courtesy.wait()
         there = self._contains(job, [self._naming.name(key) for key in order.keys])
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
@@ -140,6 +171,7 @@ class Hands:
             return self._in_place.save(job, order, results, todo)
         done = 0
         while done < len(todo):
+            self._courtesy.wait()
             with self._pages(job, len(todo) - done) as pages:
                 if not pages:
                     break
@@ -257,6 +289,10 @@ class Hands:
         num_bytes = num_pages * self._frame_bytes
         self._metrics.count("moved_bytes_total", num_bytes, tier=tier, direction=direction)
         return num_bytes
+
+
+def _words(held: Sequence[bool]) -> tuple[str, ...]:
+    return tuple("held" if one else "absent" for one in held)
 
 
 def _leading_hits(got: Sequence[GetStatus]) -> int:

@@ -3,12 +3,12 @@
 No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from headwater.core.errors import StoreError
+from headwater.core.errors import InvalidInput, StoreError
 from headwater.core.events import Save
-from headwater.core.page import PageName, page_name
+from headwater.core.page import KEY_BYTES, PageName, page_name
 from headwater.layout.frame import PageMeta, frame_bytes
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
@@ -37,6 +37,12 @@ class Naming:
     layout: KVLayout
     shard: Shard = WHOLE
     part: int = 0
+    _suffix: bytes = field(init=False, repr=False)  # of all names
+
+    def __post_init__(self) -> None:
+        """Make once what every name ends with."""
+        name = page_name(bytes(KEY_BYTES), self.shard.index, self.shard.count, part=self.part)
+        object.__setattr__(self, "_suffix", name[KEY_BYTES:])
 
     @property
     def frame_bytes(self) -> int:
@@ -45,7 +51,9 @@ class Naming:
 
     def name(self, key: bytes) -> PageName:
         """How a block's page is called in every store."""
-        return page_name(key, self.shard.index, self.shard.count, part=self.part)
+        if len(key) != KEY_BYTES:
+            raise InvalidInput(f"a block key has {KEY_BYTES} bytes, this one has {len(key)}")
+        return PageName(key + self._suffix)
 
     def meta(self, order: Save, at: int) -> PageMeta:
         """What the frame of one block of a row of full blocks says."""

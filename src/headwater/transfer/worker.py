@@ -26,11 +26,12 @@ from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.events import Cancel, Event, Failure, Instruction, Job, Promote, StoreOff, StoreOn
+from headwater.core.events import Cancel, Event, Failure, Instruction, Job, Look, Promote, StoreOff, StoreOn
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.jobs import Hands, check_job
 from headwater.transfer.lane import PROMOTIONS, RANKS, Lane, lane_of
 from headwater.transfer.ledger import JobState, Ledger, Phase
@@ -95,6 +96,7 @@ class Worker:
         self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
         self._ledger.on_news = self._watch.notify
         self._layout = layout
+        self._courtesy = Courtesy()
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
         if len(staging.frame(0)) != naming.frame_bytes:
             raise InvalidInput(f"a frame has {naming.frame_bytes} bytes, a page of staging {len(staging.frame(0))}")
@@ -107,6 +109,7 @@ class Worker:
             naming=naming,
             slice_pages=slice_pages,
             clock=clock,
+            courtesy=self._courtesy,
             metrics=self._metrics,
         )
         self._tiers = tiers
@@ -180,6 +183,17 @@ class Worker:
                     self._fail(self._ledger.live[instruction.job], Failure.CANCELLED, "nobody waits for it any more")
             if len(numbers) < len(asked):
                 self._watch.notify()  # to tell what was cancelled
+
+    def glance(self, look: Look) -> tuple[str, ...] | None:
+        """The answer to a Look, if the store has it in memory; None: submit it. Does not block. Raises nothing."""
+        tier = self._tiers.get(look.store)
+        if tier is None or look.store in self._off or tier.trouble is not None:
+            return None
+        return self._hands.glance(look)
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Have saves stand back for a moment, or go on: see `courtesy.py`. Does not block."""
+        self._courtesy.ask(hurry=hurry)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended and every event was delivered. Blocks. False if that took too long."""
