@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copy_kit import WAIT_S, Count, Hold, OddWire, at_call, raise_trouble
-from headwater.core.errors import InvalidCopy, ResourceClosed
+from headwater.core.errors import CopyDamaged, InvalidCopy, ResourceClosed
 from headwater.layout.digest import plane_digests
-from headwater.layout.frame import frame_bytes, header_bytes
+from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
 from headwater.transfer import copy_engine
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.staging import TorchStaging
@@ -629,6 +629,7 @@ def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
     size = frame_bytes(TINY.plane_bytes)
     with create_kv_cache(TINY, 16) as cache, create_host_cache(size, 8) as pages:
         randomise(cache, seed=3)
+        seal_all(pages, TINY)
         with TorchStaging(cache, pages) as staging, ThreadPoolExecutor(2) as pool:
             staging._engine.close()
             wires: dict[Direction, OddWire] = {}
@@ -657,6 +658,42 @@ def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
                 with pytest.raises(ResourceClosed):
                     job.result(WAIT_S)
             closing.join(WAIT_S)
+
+
+def seal_all(pages: HostCache, layout: KVLayout) -> None:
+    for page in range(pages.num_pages):
+        meta = PageMeta(
+            key=bytes([1 + page]) * 32, identity=bytes(32), parent=bytes(32), depth=0, valid_tokens=layout.block_tokens
+        )
+        seal(pages.page(page), meta, layout, now_ms=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["gqa-bf16", "gqa-draft", "dsa"])
+def test_a_page_that_changed_since_it_was_verified_is_no_block(name: str, device: str) -> None:
+    """Rule 4: whatever happens to bytes between a page and the device is seen there."""
+    layout = sample_layouts()[name]
+    size = frame_bytes(layout.plane_bytes)
+    rng = random.Random(5)
+    with create_kv_cache(layout, 8, device) as cache, create_host_cache(size, 4) as pages:
+        randomise(cache, seed=3)
+        with TorchStaging(cache, pages) as staging:
+            staging.gather([0, 1, 2, 3], range(4))
+            seal_all(pages, layout)
+            staging.scatter(range(4), [4, 5, 6, 7])
+            assert all(torch.equal(row[:4], row[4:8]) for row in cache.rows)
+            for _ in range(20):
+                page, at = rng.randrange(4), rng.randrange(header_bytes(len(layout.planes)), size)
+                pages.page(page)[at] ^= 1 << rng.randrange(8)
+                before = bytes(pages.page(page))
+                with pytest.raises(CopyDamaged, match=f"block {page} of 4"):
+                    staging.scatter(range(4), [4, 5, 6, 7])
+                assert bytes(pages.page(page)) == before
+                staging.gather([page], [page])
+            pages.page(2)[8] ^= 1  # its header
+            with pytest.raises(CopyDamaged, match="sealed"):
+                staging.scatter(range(4), [4, 5, 6, 7])
+            staging.scatter([], [])
 
 
 # --- many -------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
     │   ├── InvalidCopy                   ids out of range, lengths that differ, overlapping destinations
     │   └── InvalidConfig                 an option or environment variable that makes no sense
     ├── HostTierUnavailable             host memory cannot be had: the host tier is disabled, the rest goes on
+    ├── CopyDamaged                     bytes were not the same after a copy: nothing of it may be used
     ├── ResourceClosed                  used after close()
     ├── NotInstalled                    an optional package is missing; the message says what to install
     └── StoreError                      a store cannot be opened or used; the cache goes on without the tier
@@ -46,6 +47,10 @@ class InvalidConfig(InvalidInput):
 
 class HostTierUnavailable(HeadwaterError):
     """Host memory cannot be had: disable the host tier and go on."""
+
+
+class CopyDamaged(HeadwaterError):
+    """Bytes were not the same after a copy: nothing of it may be used."""
 
 
 class ResourceClosed(HeadwaterError):

@@ -21,6 +21,7 @@ Not here: which memory is a frame's and whether it may be written (`worker.py`),
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: 
 _GROUP_PLACES: Final = 2  # that a group of layers, of all blocks together, fills at least
 _MOST_DIRECT: Final = 4  # blocks for which the direct way is tried
 _NUM_TIMED: Final = 5
+_NUM_BYTES: Final = attrgetter("nbytes")
+_READONLY: Final = attrgetter("readonly")
 _RAMP: Final = 4  # the first piece out, and the last one in, is so much smaller: the other half of the way starts early
 
 
@@ -161,9 +164,10 @@ class CopyEngine(Owned):
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_blocks):
             raise InvalidCopy(f"slots are 0 to {self.num_blocks - 1}, not {ids.min()} to {ids.max()}")
         needed = frame_bytes(self.layout.plane_bytes)
-        if any(frame.nbytes < needed or (frame.readonly and direction is Direction.OUT) for frame in frames):
+        too_small = min(map(_NUM_BYTES, frames), default=needed) < needed
+        if too_small or (direction is Direction.OUT and any(map(_READONLY, frames))):
             raise InvalidCopy(f"a frame has {needed} bytes, which can be written to where blocks are gathered")
-        if direction is Direction.IN and len(set(slots)) < len(ids):
+        if direction is Direction.IN and len(np.unique(ids)) < len(ids):
             raise InvalidCopy("a slot is a destination more than once")
         transfer = Transfer(
             ids,
@@ -176,7 +180,8 @@ class CopyEngine(Owned):
         )
         if transfer.over and on_over is not None:
             tell(on_over)
-        self._lanes[direction].submit(transfer)
+        others = [lane for other, lane in self._lanes.items() if other is not direction]
+        self._lanes[direction].submit(transfer, alone=not any(lane.is_busy for lane in others))
         return transfer
 
     def _groups(self, num_blocks: int, *, whole: bool) -> list[tuple[range, int]]:

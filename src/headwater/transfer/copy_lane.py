@@ -199,8 +199,17 @@ class Lane:
         self._name = f"headwater copies {name}"
         self._thread: threading.Thread | None = None  # from the first time it is needed
 
-    def submit(self, transfer: Transfer) -> None:
-        """Queue a transfer, and launch what there is room for. Does not wait for the device. Raises ResourceClosed."""
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is queued or on the wire."""
+        with self._lock:
+            return bool(self._queue or self._under_way)
+
+    def submit(self, transfer: Transfer, *, alone: bool = True) -> None:
+        """Queue a transfer, and launch what there is room for. Does not wait for the device. Raises ResourceClosed.
+
+        `alone`: the device copies nothing else, so who submitted will probably wait for just this, and drive it.
+        """
         if transfer.over:
             return
         transfer._lane = self
@@ -208,7 +217,7 @@ class Lane:
             if self._closed:
                 raise ResourceClosed("the copy engine is closed")
             self._queue.append(transfer)
-            self._is_fresh = not transfer.ends_by_itself
+            self._is_fresh = alone and not transfer.ends_by_itself
         if not transfer.ends_by_itself and self._launching.acquire(blocking=False):
             places = self.wire.num_places
             try:

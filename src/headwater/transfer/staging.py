@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.layout.frame import frame_bytes
+from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
+from headwater.layout.frame import Fault, frame_bytes, promised
 from headwater.layout.spec import KVLayout
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Staging(Protocol):
         ...
 
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy the payloads of `pages` into `slots`. Blocks until the device has them; may raise, having written some.
+        """Copy the payloads of verified `pages` into `slots`. Blocks until the device has them, and has the same bytes.
 
-        After it returned or raised it writes to no slot any more.
+        May raise, having written some. After it returned or raised it writes to no slot any more.
         """
         ...
 
@@ -128,8 +128,19 @@ class TorchStaging:
         return transfer.digests
 
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy payloads into blocks. Blocks. Raises InvalidCopy, having copied nothing, or what the device raises."""
-        _wait(self._engine.scatter([self._host.page(page) for page in pages], slots))
+        """Copy the payloads of sealed pages into blocks, and check what arrived there. Blocks.
+
+        Raises InvalidCopy, having copied nothing; CopyDamaged; or what the device raises.
+        """
+        frames = [self._host.page(page) for page in pages]
+        digests = [promised(frame) for frame in frames]
+        expected = [one for one in digests if not isinstance(one, Fault)]
+        if len(expected) < len(frames):
+            raise CopyDamaged("a page is not sealed any more")
+        transfer = self._engine.scatter(frames, slots, expected=np.stack(expected) if expected else None)
+        _wait(transfer)
+        if transfer.num_good < len(frames):
+            raise CopyDamaged(f"block {transfer.num_good} of {len(frames)} is not what its page is on the device")
 
     def reaches(self, memory: memoryview) -> bool:
         """Whether blocks can go there; on a GPU it is registered the first time, and kept so until close."""
