@@ -75,13 +75,13 @@ _COMMON: Final[dict[str, Any]] = {
 }
 _WAIT_S: Final = 600.0
 _STAGING_PAGES: Final = 16
-_TURNS: Final = 8  # of several requests at once
+_PAUSE_S: Final = 0.2  # before each request that is timed, the same for all: a device that was just busy is slower
 _NOTES: Final = {
     "lengths": "per prompt length, medians in ms; limit: one contiguous copy of the KV and a one-token forward",
     "loaded": "share of the prompt that the cache chose to load instead of computing it again",
     "off_ms, on_ms": "cold prompts that nobody has seen, without stores and with both, in turns, median",
     "overhead": "on / off, median of the pairs, with the interval of its middle half",
-    "throughput_ratio": "prompt tokens per second, on / off, several requests at once, nothing hits",
+    "throughput_ratio": "prompt tokens per second, on / off, several requests at once, nothing hits; likewise",
 }
 
 
@@ -236,6 +236,7 @@ def _measure_length(
 
 
 def _take(server: _Server, prompt: list[int], name: str, samples: Samples) -> Usage:
+    time.sleep(_PAUSE_S)
     (usage,) = server.ask(prompt)
     samples.add(name, (usage.ttft_s or 0.0) * 1e3)
     return usage
@@ -253,27 +254,35 @@ def _measure_overhead(model: Model, places: dict[str, Path], options: Options, s
         on = stack.enter_context(_serving(model, stores, options, 4 * num_tokens))
         for pair in range(-2, options.pairs):
             for name, server in (("off", off), ("on", on)) if pair % 2 else (("on", on), ("off", off)):
-                (usage,) = server.ask(_prompt(model, num_tokens, 100 + 2 * pair + (name == "on")))
+                prompt = _prompt(model, num_tokens, 100 + 2 * pair + (name == "on"))
+                time.sleep(_PAUSE_S)
+                (usage,) = server.ask(prompt)
                 server.rest()
                 if pair >= 0:
                     samples.add(f"{name}_ms", (usage.ttft_s or 0.0) * 1e3)
-        for turn in range(_TURNS):
+        for turn in range(options.pairs):
             for name, server in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
                 prompts = [_prompt(model, num_tokens, 10_000 + 100 * turn + 10 * i + (name == "on")) for i in range(3)]
+                time.sleep(_PAUSE_S)
                 begin_s = time.perf_counter()
                 server.ask(*prompts)
                 samples.add(f"{name}_tokens_per_s", 3 * num_tokens / (time.perf_counter() - begin_s))
                 server.rest()
-    ratios = sorted(on / off for on, off in zip(samples.values["on_ms"], samples.values["off_ms"], strict=True))
-    quarter = len(ratios) // 4
     return {
         "off_ms": samples.median("off_ms"),
         "on_ms": samples.median("on_ms"),
-        "overhead": statistics.median(ratios),
-        "overhead_low": ratios[quarter],
-        "overhead_high": ratios[-1 - quarter],
-        "throughput_ratio": samples.median("on_tokens_per_s") / samples.median("off_tokens_per_s"),
+        **_of_pairs("overhead", samples, "ms"),
+        **_of_pairs("throughput_ratio", samples, "tokens_per_s"),
     }
+
+
+def _of_pairs(name: str, samples: Samples, what: str) -> dict[str, float]:
+    """On / off, pair by pair: the median, and the interval of the middle half."""
+    ratios = sorted(
+        on / off for on, off in zip(samples.values[f"on_{what}"], samples.values[f"off_{what}"], strict=True)
+    )
+    quarter = len(ratios) // 4
+    return {name: statistics.median(ratios), f"{name}_low": ratios[quarter], f"{name}_high": ratios[-1 - quarter]}
 
 
 def _limit_s(model: Model, num_tokens: int) -> float:
