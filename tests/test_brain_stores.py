@@ -176,7 +176,7 @@ def test_loading_waits_for_nobody_when_it_does_not_pay() -> None:
     here.leave(second)
     assert here.bills[-1].miss_tokens == (("not_worth_it", 8),)
     # Computing became slower: now it pays again.
-    here.tell(ev.Paced(now_s=here.now_s, base_s=1.0, slope_s=2.0))
+    here.tell(ev.Paced(now_s=here.now_s, base_s=1.0, slope_s=3.0))
     third = ask(here, "third", "0123")
     here.want(third, 4)
     assert len(the(here, ev.Load).order.keys) == 2
