@@ -22,8 +22,9 @@ check: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 servers:  ## what the tests start themselves, by Debian's names
-	@command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -qq -y redis-server; } \
-	  || { echo "the tests need redis-server; as root: apt-get install redis-server"; exit 1; }
+	@{ command -v redis-server && ldconfig -p | grep -q libibverbs.so.1; } > /dev/null \
+	  || { apt-get update -qq && apt-get install -qq -y redis-server libibverbs1; } \
+	  || { echo "the tests need redis-server and libibverbs1; as root: apt-get install redis-server libibverbs1"; exit 1; }
 
 test: check servers
 	$(BIN)/python -m pytest

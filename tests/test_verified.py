@@ -57,6 +57,24 @@ def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Fault) -> None:
         assert store.contains([page.name], deadline=soon()) == [kept]
 
 
+@pytest.mark.parametrize("fault", list(Fault))
+def test_what_somebody_else_read_is_checked_as_strictly(fault: Fault) -> None:
+    page, good = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Fault.STALE else 0), sample_page(3)
+    metrics = Metrics()
+    with Tampering(fault) as store:
+        put(store, [page, good])
+        reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics)
+        buffers = [(page.name, page.buffer()), (good.name, good.buffer()), (sample_page(4).name, page.buffer())]
+        got = store.get_into(buffers[:1], deadline=soon()) + store.store.get_into(buffers[1:], deadline=soon())
+        assert reader.check(buffers, got, deadline=soon()) == [GetStatus(fault.value), GetStatus.HIT, GetStatus.MISS]
+        assert metrics.value("bad_pages_total", fault=fault.value) == 1
+        kept = fault is Fault.UNKNOWN_VERSION
+        assert store.contains([page.name, good.name], deadline=soon()) == [kept, True]
+        reader.close()
+        with pytest.raises(ResourceClosed):
+            reader.check([], [], deadline=soon())
+
+
 def test_a_tier_that_keeps_failing_is_switched_off_and_says_so() -> None:
     metrics = Metrics()
     page = sample_page(1)
@@ -69,6 +87,7 @@ def test_a_tier_that_keeps_failing_is_switched_off_and_says_so() -> None:
         assert metrics.value("events_total", kind="tier_switched_off") == 1
         put(store, [page])
         assert read(reader, [page]) == [GetStatus.FAILED]
+        assert reader.check([page.item], [GetStatus.HIT], deadline=soon()) == [GetStatus.FAILED]
         store.faults = Faults()
         reader.switch_on()
         assert read(reader, [page]) == [GetStatus.HIT]

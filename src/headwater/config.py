@@ -1,19 +1,25 @@
 """Every option Headwater reads, and the only place that reads the environment. Values are checked here, at the door."""
 
 import enum
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from headwater.core.errors import InvalidConfig
+
+log: Final = logging.getLogger("headwater")
 
 MIN_LIMIT_BYTES: Final = 8 << 20
 DEFAULT_PORT: Final = 8000
 HOST_BYTES: Final = 256 << 20  # of a host tier that a server makes, and
 DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
+MEMORY_URL: Final = "memory:"  # of a residency index in this process
+INDEX_ONLY: Final = "HEADWATER_INDEX_ONLY"
+INDEX_ONLY_ALIAS: Final = "FD_AS_ONLY_FLUSH"  # what FastDeploy's users know it by
 
 
 class Durability(enum.StrEnum):
@@ -120,6 +126,54 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteConfig:
+    """How rows of blocks are cut into slices on their way to a pool, and back. `write_config` reads the environment."""
+
+    slice_blocks: int = 500
+    slice_timeout_s: float = 10.0  # or what is left of the total
+    total_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        _require_count("slice_blocks", self.slice_blocks, 1)
+        _require_seconds("slice_timeout_s", self.slice_timeout_s)
+        _require_seconds("total_timeout_s", self.total_timeout_s)
+
+
+# Our names first: if both are set, they win.
+_WRITE_VARIABLES: Final[Mapping[str, tuple[str, str]]] = {
+    "slice_blocks": ("HEADWATER_WRITE_SLICE_BLOCKS", "AS_WRITE_SLICE_BLOCK_NUM"),
+    "slice_timeout_s": ("HEADWATER_WRITE_SLICE_TIMEOUT_S", "AS_WRITE_SLICE_TIMEOUT"),
+    "total_timeout_s": ("HEADWATER_WRITE_TOTAL_TIMEOUT_S", "AS_WRITE_TOTAL_TIMEOUT"),
+}
+
+
+def write_config(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    slice_blocks: int | None = None,
+    slice_timeout_s: float | None = None,
+    total_timeout_s: float | None = None,
+) -> WriteConfig:
+    """Slices as the options say, where they are None as the environment does, else by default. Read once, at start.
+
+    Raises InvalidConfig with the variable's name for 0, negative numbers and nonsense.
+    """
+    options = {"slice_blocks": slice_blocks, "slice_timeout_s": slice_timeout_s, "total_timeout_s": total_timeout_s}
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    for name, variables in _WRITE_VARIABLES.items():
+        found = [(variable, environ[variable]) for variable in variables if environ.get(variable)]
+        if name in chosen or not found:
+            continue
+        (variable, text), *others = found
+        for other, ignored in others:
+            if ignored != text:
+                log.warning("%s=%s counts, and %s=%s does not", variable, text, other, ignored)
+        chosen[name] = _number(variable, text, whole=name == "slice_blocks")
+    return WriteConfig(**chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """A server: what it listens on, the model, the tiers, the limits. See `headwater serve --help`."""
 
@@ -138,6 +192,10 @@ class ServeConfig:
     host_bytes: int | None = None  # None: the directory's own limit, HOST_BYTES for a new one
     disk_directory: Path | None = None
     disk_bytes: int | None = None
+    pool: str | None = field(default=None, repr=False)  # mooncake://, redis:// or local:DIR, shared; None: no pool tier
+    residency: str | None = field(default=None, repr=False)  # where the index of who holds what is; None: none
+    node: str | None = None  # what this process is called there; None: see `default_node`
+    index_only: bool = False  # only the index is kept: see `check_index_only`
     max_body_bytes: int = 8 << 20
     max_running: int = 16
     max_waiting: int = 256
@@ -170,6 +228,7 @@ class ServeConfig:
                 raise InvalidConfig(f"{name} must be text, not {getattr(self, name)!r}")
         if self.name is not None and not (self.name and self.name.isprintable()):
             raise InvalidConfig(f"a model's name must be printable, not {self.name!r}")
+        self._check_cluster()
         if self.num_blocks is not None and self.device_bytes is not None:
             raise InvalidConfig("say num_blocks or device_bytes, not both")
         if self.host_directory is not None and self.host_directory == self.disk_directory:
@@ -181,6 +240,56 @@ class ServeConfig:
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise InvalidConfig("an API key is printable ASCII without spaces, and not empty")
 
+    def _check_cluster(self) -> None:
+        for name in ("pool", "residency", "node"):
+            if getattr(self, name) is not None and not (isinstance(getattr(self, name), str) and getattr(self, name)):
+                raise InvalidConfig(f"{name} must be text, not {getattr(self, name)!r}")
+        if self.index_only:
+            check_index_only(residency=self.residency, pool=self.pool, cache=self.cache)
+        if not self.cache and (self.pool or self.residency):
+            raise InvalidConfig("without a cache there is nothing for a pool or a residency index: leave them out")
+        if self.pool is not None:
+            pool_kind(self.pool)
+        if self.residency is not None:
+            ResidencyConfig(url=self.residency, node=default_node() if self.node is None else self.node)
+        elif self.node is not None:
+            raise InvalidConfig("a node's name is for the residency index: say where that is, or leave the name out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyConfig:
+    """How a node tells the cluster what it holds, and where the index is. See docs/RESIDENCY.md."""
+
+    url: str  # redis://HOST:PORT, rediss:// or unix:// for a cluster; `memory:` for an index in this process
+    node: str = field(default_factory=lambda: default_node())  # one name per process
+    lease_s: float = 15.0  # who is silent for so long is taken for dead
+    linger_s: float = 0.02  # changes that come within this go together
+    apply_timeout_s: float = 2.0  # for one update
+    round_every_s: float = 1800.0  # everything is said again
+    audit_every_s: float = 60.0  # this node's stores are asked what they hold
+    max_blocks: int = 1 << 20  # that are written down here, besides those on the device
+    prefix: str = "headwater:residency:"  # of all keys in a Redis server
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        url, node, linger_s, prefix = cast(tuple[object, ...], (self.url, self.node, self.linger_s, self.prefix))
+        if not (isinstance(url, str) and (url == MEMORY_URL or url.startswith(("redis://", "rediss://", "unix://")))):
+            shown = str(url).partition("//")[0]  # it may hold a password
+            raise InvalidConfig(f"a residency index is at redis://, rediss://, unix:// or memory:, not {shown!r}")
+        if not (isinstance(node, str) and re.fullmatch(r"[!-~]{1,200}", node)):
+            raise InvalidConfig(f"a node's name is printable ASCII without spaces, not {node!r}")
+        for name in ("lease_s", "apply_timeout_s", "round_every_s", "audit_every_s"):
+            _require_seconds(name, getattr(self, name))
+        if not (isinstance(linger_s, int | float) and 0 <= linger_s <= 1):
+            raise InvalidConfig(f"linger_s must be at most a second, not {linger_s!r}")
+        if not self.apply_timeout_s <= self.lease_s / 3 <= 3600:
+            raise InvalidConfig(f"a lease of {self.lease_s} s needs room for three updates of {self.apply_timeout_s} s")
+        if self.round_every_s < self.lease_s:
+            raise InvalidConfig(f"round_every_s must be at least the lease, not {self.round_every_s}")
+        _require_count("max_blocks", self.max_blocks, 1)
+        if not (isinstance(prefix, str) and prefix):
+            raise InvalidConfig(f"prefix must be text, not {prefix!r}")
+
 
 def _require_count(name: str, value: object, least: int) -> None:
     if not (isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62):
@@ -190,6 +299,19 @@ def _require_count(name: str, value: object, least: int) -> None:
 def _require_seconds(name: str, value: object) -> None:
     if not (isinstance(value, int | float) and 0 < value < float("inf")):
         raise InvalidConfig(f"{name} must be a positive number of seconds, not {value!r}")
+
+
+def _number(variable: str, text: str, *, whole: bool) -> float:
+    """A positive number from the environment. Raises InvalidConfig that names the variable."""
+    try:
+        plain = re.fullmatch(r"\s*[0-9.]+(e[-+]?[0-9]+)?\s*", text, re.IGNORECASE)  # no "inf", "nan", "1_000"
+        value = (int if whole else float)(text) if plain else 0
+    except ValueError:
+        value = 0
+    if not 0 < value < (1 << 62 if whole else float("inf")):
+        kind = "whole number" if whole else "number of seconds"
+        raise InvalidConfig(f"{variable} must be a positive {kind}, not {text!r}")
+    return value
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -205,6 +327,73 @@ def default_host_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("HEADWATER_HOST_DIR") or f"/dev/shm/headwater-{os.geteuid()}")  # noqa: S108  checked when opened
 
 
+def default_pool_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `headwater pool` writes down what it started: the user's runtime directory, or one of theirs in /tmp."""
+    base = environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "headwater-pool" if base else Path(f"/tmp/headwater-pool-{os.geteuid()}")  # noqa: S108  checked when used
+
+
 def default_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """The key that clients must show: `HEADWATER_API_KEY`; none where that is empty or missing."""
     return environ.get("HEADWATER_API_KEY") or None
+
+
+def default_node(environ: Mapping[str, str] = os.environ) -> str:
+    """What this process is called in the cluster: `HEADWATER_NODE`, or the machine's name and the process' number."""
+    return environ.get("HEADWATER_NODE") or f"{os.uname().nodename}:{os.getpid()}"
+
+
+def default_pool(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Which pool is shared with others: `HEADWATER_POOL`; none where that is empty or missing."""
+    return environ.get("HEADWATER_POOL") or None
+
+
+def pool_kind(url: str) -> str:
+    """Which sort of pool an address is of: mooncake, redis or local. Raises InvalidConfig."""
+    kinds = {
+        "mooncake://": "mooncake",
+        "redis://": "redis",
+        "rediss://": "redis",
+        "unix://": "redis",
+        "local:": "local",
+    }
+    for start, kind in kinds.items():
+        if url.startswith(start) and len(url) > len(start):
+            return kind
+    shown = url.partition("//")[0]  # it may hold a password
+    raise InvalidConfig(f"a pool is at mooncake://HOST:PORT, redis://HOST:PORT or local:DIR, not {shown!r}")
+
+
+def default_residency(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where the residency index is: `HEADWATER_RESIDENCY`; none where that is empty or missing."""
+    return environ.get("HEADWATER_RESIDENCY") or None
+
+
+def index_only(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether no data goes to or comes from the pool, and only the residency index is kept: `HEADWATER_INDEX_ONLY`.
+
+    `FD_AS_ONLY_FLUSH` is taken for it. Raises InvalidConfig for anything but 0 and 1, and where the two disagree.
+    """
+    said: dict[str, bool] = {}
+    for name in (INDEX_ONLY, INDEX_ONLY_ALIAS):
+        text = environ.get(name, "").strip()
+        if text and text not in ("0", "1"):
+            raise InvalidConfig(f"{name} must be 0 or 1, not {text!r}")
+        if text:
+            said[name] = text == "1"
+    if len(set(said.values())) > 1:
+        raise InvalidConfig(f"{' and '.join(f'{name}={value:d}' for name, value in said.items())}: which of them?")
+    return any(said.values())
+
+
+def check_index_only(*, residency: str | None, pool: str | None, cache: bool = True) -> None:
+    """Raise InvalidConfig where index-only mode makes no sense, and say what to change."""
+    mode = f"index-only mode ({INDEX_ONLY}=1)"
+    if not cache:
+        raise InvalidConfig(f"{mode} tells the cluster what the cache holds: it needs a cache")
+    if residency is None:
+        raise InvalidConfig(f"{mode} keeps the residency index and nothing else: say where that is (a residency URL)")
+    if residency == MEMORY_URL:
+        raise InvalidConfig(f"{mode} is for others to read: an index in this process ({MEMORY_URL}) is not")
+    if pool is not None:
+        raise InvalidConfig(f"{mode} sends no data to a pool and reads none: leave the pool out, or the mode")

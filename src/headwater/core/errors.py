@@ -10,6 +10,7 @@
     ├── CopyDamaged                     bytes were not the same after a copy: nothing of it may be used
     ├── ResourceClosed                  used after close()
     ├── NotInstalled                    an optional package is missing; the message says what to install
+    ├── RankUnavailable                 a rank's process did not come, or is not the rank it should be
     └── StoreError                      a store cannot be opened or used; the cache goes on without the tier
         ├── StoreUnavailable              missing, read-only or foreign directory, another version, full disk
         ├── StoreMismatch                 the directory was made with other settings (byte limit, policy)
@@ -59,6 +60,10 @@ class ResourceClosed(HeadwaterError):
 
 class NotInstalled(HeadwaterError):
     """An optional package is missing; the message says what to install."""
+
+
+class RankUnavailable(HeadwaterError):
+    """A rank's process did not come, or is not the rank it should be: the group cannot be made."""
 
 
 class StoreError(HeadwaterError):

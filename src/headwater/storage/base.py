@@ -6,7 +6,7 @@ shipped conformance suite (`headwater.testing.stores`):
 
 - One result per item, in the order asked; a bad item never spoils its neighbours; an empty batch is fine.
 - No call outlives its deadline by more than one page's copy or one look at an index. What was not done by then is LATE,
-  and published nothing.
+  and published nothing. (A store that is not `interruptible` cannot promise the first: see `calls.py`.)
 - The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
 - `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
 - A store that knows parents keeps no page without the one before it: a put answers NO_PARENT (pages of one put are
@@ -109,6 +109,10 @@ class Store(ABC):
     """Keeps frames under names. All calls may come from several threads."""
 
     cheap_calls: ClassVar[bool] = False  # a call costs nothing worth batching: ask page by page, verify each while hot
+    portion_bytes: ClassVar[int] = 0  # not 0: sealing and verifying go beside its calls, in portions from this size on
+    interruptible: ClassVar[bool] = (
+        True  # False: what it stands on blocks as it likes, and deadlines are only looked at
+    )
 
     @abstractmethod
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
@@ -139,6 +143,22 @@ class Store(ABC):
         self.close()
 
 
+def portions(num_pages: int, smallest: int) -> list[int]:
+    """How many pages go together where something else is done beside: few first, then twice as many, up to eight times.
+
+    So the work beside starts early, or (backwards) ends early, and the store is seldom asked for little. The last
+    portion takes what is left as well.
+    """
+    size = smallest = max(1, smallest)
+    sizes: list[int] = []
+    left = num_pages
+    while left >= size + (following := min(2 * size, 8 * smallest)):
+        sizes.append(size)
+        left -= size
+        size = following
+    return [*sizes, left] if left else sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A slot that is this writer's alone until it is published or abandoned. `view` is the slot's memory."""
@@ -158,6 +178,15 @@ class Borrow:
     view: memoryview
     slot: int
     stamp: bytes  # the header as it was when borrowed
+
+
+@runtime_checkable
+class Registering(Protocol):
+    """A store that moves pages faster where it was shown the memory that they lie in."""
+
+    def register(self, memory: memoryview) -> bool:
+        """Let it reach pages in this memory where they lie, until it is closed. False: it copies them, as before."""
+        ...
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 import sqlite3
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headwater.core.page import PageName
 
@@ -18,6 +19,15 @@ class FamilyUse:
     num_tokens: int
     max_depth: int
     last_used_s: float
+
+
+class PagePath(NamedTuple):
+    """A page, the one before it, and its depth; `slot` is where it lies."""
+
+    slot: int
+    name: PageName
+    parent: PageName
+    depth: int
 
 
 class Families:
@@ -52,6 +62,15 @@ class Families:
             {"identity": identity, "tenant": tenant},
         ).fetchall()
         return [PageName(row[0]) for row in rows]
+
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int) -> list[PagePath]:
+        """Pages of an identity's blocks of so many tokens that do not expire, by slot, from behind a slot on."""
+        rows = self._db.execute(
+            "SELECT slot, name, parent, depth FROM slots JOIN families USING (family) WHERE state = 2 AND slot > ? "
+            "AND identity = ? AND valid_tokens = ? AND expires_ms = 0 ORDER BY slot LIMIT ?",
+            (after, identity, num_tokens, limit),
+        )
+        return [PagePath(*row) for row in rows]
 
     def usage(self) -> list[FamilyUse]:
         """What each identity and tenant keep."""

@@ -28,7 +28,7 @@ from headwater.storage.attachment import Attachment
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.catalog import Catalog
 from headwater.storage.database import CatalogBusy, CatalogFull
-from headwater.storage.families import FamilyUse
+from headwater.storage.families import FamilyUse, PagePath
 from headwater.storage.mirror import Slot
 from headwater.storage.slab import Progress
 
@@ -244,6 +244,12 @@ class LocalStore(Store):
     ) -> list[PageName]:
         """The pages of an identity, a tenant, both, or all. Raises StoreError."""
         return self._ask(lambda catalog: catalog.families.names(identity, tenant), deadline)
+
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
+        """Pages of an identity's full blocks, by slot, from behind a slot on. Raises StoreError."""
+        return self._ask(
+            lambda catalog: catalog.families.paths(identity, num_tokens, after=after, limit=limit), deadline
+        )
 
     def slots(self, *, deadline: Deadline) -> dict[int, int]:
         """How many slots are free, reserved and live (`database.py` names the states). Raises StoreError."""

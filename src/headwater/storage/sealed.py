@@ -5,13 +5,15 @@ cache; elsewhere the frame is sealed where it lies and put. What a copy engine d
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into, write_header
 from headwater.layout.spec import KVLayout
-from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store
+from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store, portions
 
 
 def put_sealed(
@@ -30,12 +32,52 @@ def put_sealed(
     """
     if digests is None and isinstance(store, Addressable):
         return _put_in_place(store, pages, layout, now_ms=now_ms, deadline=deadline)
+    if digests is None and _pays_beside(store, pages, layout):
+        return _put_beside(store, pages, layout, now_ms=now_ms, deadline=deadline)
+    seal_pages(pages, layout, now_ms=now_ms, digests=digests)
+    return store.put([(meta.name, frame) for meta, frame in pages], deadline=deadline)
+
+
+def seal_pages(
+    pages: Sequence[tuple[PageMeta, memoryview]],
+    layout: KVLayout,
+    *,
+    now_ms: int,
+    digests: npt.NDArray[np.uint64] | None = None,
+) -> None:
+    """Seal frames where they lie, as `put_sealed` says. Mutates them; raises what `seal` does."""
     for i, (meta, frame) in enumerate(pages):
         if digests is None or meta.valid_tokens != layout.block_tokens:
             seal(frame, meta, layout, now_ms=now_ms)
         else:
             write_header(frame, meta, layout.plane_bytes, digests[i].tolist(), now_ms=now_ms)
-    return store.put([(meta.name, frame) for meta, frame in pages], deadline=deadline)
+
+
+def _pays_beside(store: Store, pages: Sequence[tuple[PageMeta, memoryview]], layout: KVLayout) -> bool:
+    """Whether there are several portions, of whole blocks only: sealing those does not raise half-way."""
+    size = frame_bytes(layout.plane_bytes)
+    whole = all(meta.valid_tokens == layout.block_tokens and len(frame) == size for meta, frame in pages)
+    return whole and 0 < 3 * store.portion_bytes <= size * len(pages)
+
+
+def _put_beside(
+    store: Store,
+    pages: Sequence[tuple[PageMeta, memoryview]],
+    layout: KVLayout,
+    *,
+    now_ms: int,
+    deadline: Deadline,
+) -> list[PutStatus]:
+    """Seal the next portion, in a thread that lasts as long as this call, while the store takes the one before."""
+    ends = list(accumulate(portions(len(pages), store.portion_bytes // frame_bytes(layout.plane_bytes))))
+    parts = [pages[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    results: list[PutStatus] = []
+    with ThreadPoolExecutor(1, "headwater seal") as beside:
+        sealed = [beside.submit(seal_pages, part, layout, now_ms=now_ms) for part in parts]
+        for part, one in zip(parts, sealed, strict=True):
+            one.result()
+            results += store.put([(meta.name, frame) for meta, frame in part], deadline=deadline)
+    return results
 
 
 def _put_in_place(

@@ -11,6 +11,7 @@ and what their digests must be, `settle` hears what it found.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +19,8 @@ import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
-from headwater.layout.digest import copy_digests
-from headwater.layout.frame import Fault, expect, header_bytes, parse, verify, vouched
+from headwater.layout.digest import copy_digests, plane_digests
+from headwater.layout.frame import Fault, expect, header_bytes, parse, vouched
 from headwater.metrics import Metrics
 from headwater.storage.base import (
     SYSTEM_CLOCK,
@@ -31,6 +32,7 @@ from headwater.storage.base import (
     GetStatus,
     PutStatus,
     Store,
+    portions,
 )
 
 
@@ -99,21 +101,30 @@ class VerifiedStore(Store):
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
         if isinstance(self._store, Addressable):
             results = self._get_in_place(self._store, pages, deadline)
+        elif self._store.portion_bytes:
+            results = self._get_beside(pages, deadline)
         else:
             portion = 1 if self._store.cheap_calls else max(1, len(pages))
             results = []
             for start in range(0, len(pages), portion):
                 asked = pages[start : start + portion]
                 got = self._store.get_into(asked, deadline=deadline)
-                results += [
-                    self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status)
-                    for (name, buffer), status in zip(asked, got, strict=True)
-                ]
-        bad = [i for i, status in enumerate(results) if status in _FAULTS]
-        if GetStatus.HIT in results:
-            self._num_bad = 0
-        if bad:
-            self._throw_out([(pages[i][0], results[i]) for i in bad], deadline)
+                results += self._judge_all(asked, got)
+        self._learn(pages, results, deadline)
+        return results
+
+    def check(
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, deadline: Deadline
+    ) -> list[GetStatus]:
+        """Verify what somebody else's `get_into` put into private buffers, as `get_into` does here.
+
+        For who reads on threads of its own (`calls.py`) and verifies while the next pages are on their way.
+        """
+        self._require_open()
+        if self.switched_off:
+            return [GetStatus.FAILED] * len(pages)
+        results = self._judge_all(pages, got)
+        self._learn(pages, results, deadline)
         return results
 
     def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | GetStatus]:
@@ -184,9 +195,45 @@ class VerifiedStore(Store):
         if self._closed:
             raise ResourceClosed("the store is closed")
 
+    def _judge_all(self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus]) -> list[GetStatus]:
+        return [
+            self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status)
+            for (name, buffer), status in zip(pages, got, strict=True)
+        ]
+
+    def _learn(
+        self, pages: Sequence[tuple[PageName, memoryview]], results: Sequence[GetStatus], deadline: Deadline
+    ) -> None:
+        """Throw out what is bad, and remember how it goes."""
+        if GetStatus.HIT in results:
+            self._num_bad = 0
+        bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in _FAULTS]
+        if bad:
+            self._throw_out(bad, deadline)
+
+    def _get_beside(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[GetStatus]:
+        """Verify each portion, in a thread that lasts as long as this call, while the store fetches the next one."""
+        judged: list[Future[list[GetStatus]]] = []
+        start = 0
+        with ThreadPoolExecutor(1, "headwater verify") as beside:  # starts no thread before it is needed
+            *first, last = reversed(portions(len(pages), self._store.portion_bytes // self.frame_bytes) or [0])
+            for size in first:
+                asked = pages[start : start + size]
+                judged.append(beside.submit(self._judge_all, asked, self._store.get_into(asked, deadline=deadline)))
+                start += size
+            asked = pages[start : start + last]
+            rest = self._judge_all(asked, self._store.get_into(asked, deadline=deadline))
+            return [status for one in judged for status in one.result()] + rest
+
     def _judge(self, name: PageName, frame: memoryview) -> GetStatus:
-        found = verify(frame, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
-        return GetStatus(found.value) if isinstance(found, Fault) else GetStatus.HIT
+        """As `frame.verify` does, without making anything of what is only compared."""
+        start = self._header_bytes
+        now_ms = self._now_ms()
+        found = vouched(frame[:start], name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
+        if isinstance(found, Fault):
+            return GetStatus(found.value)
+        right = plane_digests(frame[start:], self._plane_bytes) == found.tolist()
+        return GetStatus.HIT if right else GetStatus.CORRUPT
 
     def _get_in_place(
         self, store: Addressable, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline
