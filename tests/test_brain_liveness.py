@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
-from headwater.cache.breaker import BreakerState
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
+from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 

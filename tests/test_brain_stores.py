@@ -20,9 +20,9 @@ from brain_kit import (
     total,
     world,
 )
-from headwater.cache.breaker import BreakerState
 from headwater.config import SaveWhen
 from headwater.core import events as ev
+from headwater.core.breaker import BreakerState
 from headwater.testing.brain_world import ROOTS, TENANTS, World
 from headwater.testing.index_machine import path_keys
 

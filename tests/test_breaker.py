@@ -6,18 +6,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from headwater.cache.accounts import Accounts
-from headwater.cache.breaker import MAX_PAUSE_S, Breaker, BreakerState
 from headwater.cache.placement import ComputeCost, Pace, Tier, load_pays
 from headwater.cache.records import JobKind
 from headwater.config import TierConfig
+from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
 
 
 class BreakerMachine(RuleBasedStateMachine):
     """A breaker beside its drawing: the state, when it began, and how long pauses are."""
 
-    @initialize(failures=st.integers(1, 3), pause_s=st.sampled_from((0.5, 20.0)))
-    def begin(self, failures: int, pause_s: float) -> None:
-        self.breaker = Breaker(failures=failures, pause_s=pause_s)
+    @initialize(
+        failures=st.integers(1, 3),
+        pause_s=st.sampled_from((0.5, 20.0)),
+        max_pause_s=st.sampled_from((None, 30.0)),
+    )
+    def begin(self, failures: int, pause_s: float, max_pause_s: float | None) -> None:
+        options = {} if max_pause_s is None else {"max_pause_s": max_pause_s}
+        self.max_pause_s = max_pause_s or MAX_PAUSE_S
+        self.breaker = Breaker(failures=failures, pause_s=pause_s, **options)
         self.allowed, self.first_pause_s, self.pause_s = failures, pause_s, pause_s
         self.state, self.row, self.until_s, self.now_s = BreakerState.CLOSED, 0, 0.0, 0.0
 
@@ -47,7 +53,7 @@ class BreakerMachine(RuleBasedStateMachine):
         opens = again or (self.state is BreakerState.CLOSED and self.row >= self.allowed)
         assert self.breaker.failed(self.now_s) == opens
         if again:
-            self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
+            self.pause_s = min(2 * self.pause_s, self.max_pause_s)
         if opens:
             self.state, self.until_s = BreakerState.OPEN, self.now_s + self.pause_s
 
@@ -56,6 +62,12 @@ class BreakerMachine(RuleBasedStateMachine):
         self.breaker.unproven(self.now_s)
         if self.state is BreakerState.HALF_OPEN:
             self.state, self.until_s = BreakerState.OPEN, self.now_s + self.pause_s
+
+    @rule()
+    def end_undecided(self) -> None:
+        self.breaker.undecided(self.now_s)
+        if self.state is BreakerState.HALF_OPEN:
+            self.state, self.until_s = BreakerState.OPEN, self.now_s
 
     @rule(on=st.booleans())
     def switch(self, on: bool) -> None:

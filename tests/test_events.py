@@ -16,6 +16,7 @@ KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Ticked),
     *(ev.Copied, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
     *(ev.Look, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
+    *(ev.Came, ev.Went, ev.Lost),
 ]
 ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -46,6 +47,28 @@ def test_who_waits_too_long_or_is_stopped_gets_nothing() -> None:
     assert take(pages, ("a", True), 1, Deadline.after(0.01)) == []
     pages.give_back(("a", True), held)
     assert take(pages, ("a", True), 1) == held
+
+
+def test_what_can_be_had_now_is_taken_and_nobody_is_overtaken() -> None:
+    pages = pool(8)
+    first = pages.take_now(("a", True), 7)
+    assert len(first) == 7
+    assert pages.take_now(("a", True), 5) == []  # the last is kept for others
+    pages.give_back(("a", True), first)
+    all_but_floor = take(pages, ("a", False), 8)
+    assert pages.take_now(("a", False), 1) == []
+    got: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: got.append(take(pages, ("a", False), 2)))
+    waiting.start()
+    while not pages._waiters:
+        time.sleep(0.001)
+    with pages._changed:  # a page comes back, and who waits has not woken yet
+        pages.give_back(("a", False), all_but_floor[:1])
+        assert pages.take_now(("a", False), 1) == []
+    waiting.join()
+    assert got == [all_but_floor[:1]]
+    pages.give_back(("a", False), [*all_but_floor[1:], *got[0]])
+    assert pages.num_held == 0
 
 
 @pytest.mark.parametrize("num_pages", [2, 3, 8, 64, 200])

@@ -90,6 +90,14 @@ class NoHands:
         return False
 
 
+class Announcer(Protocol):
+    """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
+
+    def offer(self, moves: Sequence[ev.Came | ev.Went | ev.Lost]) -> None:
+        """Hear what came to a tier or left one, in order. Must not block and must not raise."""
+        ...
+
+
 class Clock(Protocol):
     """Where time comes from."""
 
@@ -131,6 +139,7 @@ class TieredCache:
         self._lock = threading.RLock()  # re-entered where hands report at once, as in virtual time
         self._changed = threading.Condition(self._lock)
         self._closed = False
+        self._announcer: Announcer | None = None
         self.on_change: Callable[[], None] | None = None  # called, without a lock, when a job of anybody has ended
 
     # --- the engine's side --------------------------------------------------------------------------------------------
@@ -250,6 +259,14 @@ class TieredCache:
             self._changed.notify_all()
         self.notice()
 
+    def announce(self, to: Announcer) -> None:
+        """From now on, say which blocks come and go. To be called while nothing is known yet: it hears all or none."""
+        with self._lock:
+            if len(self.brain.index) or self.brain.requests:
+                raise InvalidInput("who is to hear what the cache holds must be there before the first request")
+            self._announcer = to
+            self.brain.moves.watched = True
+
     def notice(self) -> None:
         """Something may have changed that no event tells: a load has begun to arrive. For the hands."""
         if self.on_change is not None:
@@ -299,6 +316,8 @@ class TieredCache:
                 self._record = None
         out = self.brain.handle(event)
         self._report(out)
+        if self._announcer is not None and (moves := self.brain.moves.take()):
+            self._announcer.offer(moves)
         work: list[ev.Instruction] = []
         answers: list[ev.JobDone] = []
         for one in out:

@@ -10,7 +10,7 @@ from headwater.core.events import Failure, Instruction, MissReason, Tell
 _TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
 _GOOD: Final = frozenset({"hit", "stored", "exists"})
 _PATIENCE_S: Final = 0.1  # a Look that an engine gave up after this speaks against the store
-_BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
+BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
 
 
 class Jobs:
@@ -124,7 +124,7 @@ def _all_trouble(results: Sequence[str]) -> bool:
 
 def reason_of(result: str) -> MissReason:
     """Why a block that a store said it had was not loaded."""
-    if result in _BAD:
+    if result in BAD:
         return MissReason.CORRUPT
     return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE, "cancelled": MissReason.TOO_LATE}.get(
         result, MissReason.FAILED

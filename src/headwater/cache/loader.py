@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from headwater.cache.accounts import Accounts
-from headwater.cache.breaker import BreakerState
 from headwater.cache.jobs import Jobs, reason_of
 from headwater.cache.placement import ComputeCost, load_pays
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Failure, Load, Look, MissReason, Promote
 from headwater.core.keys import BlockKey
 from headwater.index.base import PrefixIndex
@@ -54,7 +54,8 @@ class Loader:
             if not tier.breakers[JobKind.LOOK].would_allow(now_s):
                 request.unasked[tier.name] = MissReason.FAILED
                 continue
-            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), now_s, request=request)
+            row = {"keys": rest, "parent": request.before(start)}
+            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), now_s, request=request, **row)
             request.looks[tier.name] = job.job
             deadline_s = now_s + tier.config.look_timeout_s
             self._jobs.out.append(Look(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
@@ -108,13 +109,14 @@ class Loader:
                 del request.held[name]
                 request.unasked[name] = MissReason.FAILED
                 continue
-            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request)
+            row = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
+            job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request, **row)
             request.loads.append(job)
             self._jobs.out.append(
                 Load(
                     job=job.job,
                     store=name,
-                    keys=tuple(request.keys[at:row_end]),
+                    keys=job.keys,
                     slots=tuple(request.own[at - request.base : row_end - request.base]),
                     deadline_s=now_s + tier.config.load_timeout_s,
                 )
@@ -184,9 +186,10 @@ class Loader:
         if refusal is not None:
             self._accounts.add("dropped_blocks_total", row_end - at, tier=target.name, reason=refusal)
             return
-        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, now_s, request=request, target=target.name)
-        deadline_s = now_s + tier.config.load_timeout_s
         keys = tuple(request.keys[at:row_end])
+        row = {"keys": keys, "parent": request.before(at), "target": target.name}
+        job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, now_s, request=request, **row)
+        deadline_s = now_s + tier.config.load_timeout_s
         self.promoting[keys[0]] = job.job
         self._jobs.out.append(Promote(job=job.job, store=source, target=target.name, keys=keys, deadline_s=deadline_s))
 

@@ -7,9 +7,9 @@ and acts on the answer.
 from dataclasses import dataclass
 from typing import Final
 
-from headwater.cache.breaker import Breaker, BreakerState
 from headwater.cache.records import JobKind
 from headwater.config import TierConfig
+from headwater.core.breaker import Breaker, BreakerState
 
 _WEIGHT: Final = 0.2  # of the newest measurement
 _WORTH: Final = 0.75  # of computing, that a load may take: what is expected is off by that much from step to step

@@ -28,6 +28,8 @@ class JobRecord:
     end: int
     num_bytes: int
     begun_s: float
+    keys: tuple[BlockKey, ...]  # its blocks
+    parent: BlockKey  # the key before the first of them
     alone: bool = True  # a Load behind no other of its store
     cancelled: bool = False  # it was told to end
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
@@ -72,6 +74,10 @@ class RequestRecord:
     def reserved(self) -> bool:
         """Whether it has slots."""
         return self.base >= 0
+
+    def before(self, at: int) -> BlockKey:
+        """The key that its block at this depth builds on."""
+        return self.keys[at - 1] if at else self.root
 
     @property
     def num_blocks(self) -> int:

@@ -118,16 +118,17 @@ class Saver:
             self._index.unpin(pin)
             return refusal
         root, tenant = self.origins[path[0]]
-        job = self._jobs.begin(JobKind.SAVE, tier, start, end, now_s, request=request, pin=pin)
+        row = {"keys": tuple(path[start:end]), "parent": path[start - 1] if start else root}
+        job = self._jobs.begin(JobKind.SAVE, tier, start, end, now_s, request=request, pin=pin, **row)
         tier.num_pinning += 1
         self._index.mark(pin, start, end, bit=tier.bit, on=True)
         self._jobs.out.append(
             Save(
                 job=job.job,
                 store=tier.name,
-                keys=tuple(path[start:end]),
+                keys=job.keys,
                 slots=tuple(self._index.slots(pin, start)),
-                parent=path[start - 1] if start else root,
+                parent=job.parent,
                 depth=start,
                 tenant=tenant,
                 deadline_s=now_s + tier.config.save_timeout_s,

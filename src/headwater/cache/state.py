@@ -24,6 +24,7 @@ from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
 from headwater.cache.match import DEVICE, BlockStatus, Match, Part
+from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, Tier
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.saver import Saver
@@ -57,6 +58,7 @@ class Brain:
         )
         self.slots = DeviceSlots(config.num_slots, self.index)
         self.accounts = Accounts()
+        self.moves = Moves()
         self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
@@ -240,8 +242,10 @@ class Brain:
         if start == 0 and keys:
             self.saver.origins[keys[0]] = (request.root, request.tenant)
         taken = self.index.extend(request.hold, keys, own, now_s=now_s, seen=seen)
-        self.slots.know(slot for slot, got in zip(own, taken, strict=True) if slot == got)
-        self.accounts.add("duplicate_blocks_total", sum(slot != got for slot, got in zip(own, taken, strict=True)))
+        num_known = sum(slot != got for slot, got in zip(own, taken, strict=True))  # they come before all new ones
+        self.slots.know(own[num_known:])
+        self.accounts.add("duplicate_blocks_total", num_known)
+        self.moves.entered(keys[num_known:], request.before(start + num_known), start + num_known)
         self._forget_pending(request.request, keys)
 
     def _left(self, event: ev.Left) -> None:
@@ -332,6 +336,7 @@ class Brain:
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
         self.jobs.judge(job, results, failure, now_s)
+        self.moves.ended(job, results, self.tiers[job.target or job.store])
         request = job.request if job.request is not None and not job.request.gone else None
         if job.kind is JobKind.SAVE:
             self.saver.ended(job, results, request, now_s)
@@ -367,6 +372,7 @@ class Brain:
     def _store_off(self, event: ev.StoreOff) -> None:
         tier = self._tier(event.store)
         self.saver.forget(tier)  # it may come back empty
+        self.moves.lost(tier.name)
         for breaker in tier.breakers.values():
             breaker.off()
         self._out.append(ev.Tell(kind="tier_switched_off", facts=(("tier", event.store), ("why", event.why))))
@@ -379,6 +385,7 @@ class Brain:
     def _bury(self, victims: list[Victim]) -> None:
         """Blocks were evicted."""
         self.saver.buried(victims)
+        self.moves.evicted(victims)
         self.accounts.add("evicted_blocks_total", len(victims), tier=DEVICE)
 
     def _clean(self, now_s: float) -> None:

@@ -235,11 +235,42 @@ class Tell(Instruction):
     facts: tuple[tuple[str, str], ...] = ()
 
 
+# --- what the cluster may hear ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Came(Instruction):
+    """A row of blocks is in a tier now: "device", or a store that was seen to have them. `parent` is before the first.
+
+    Said of what was computed, of what a store took or gave verified; never of what somebody merely asked about.
+    """
+
+    tier: str
+    keys: tuple[BlockKey, ...]
+    parent: BlockKey
+    depth: int  # of the first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Went(Instruction):
+    """Blocks are not in a tier any more, or were seen not to be there. Where they lay, who heard them come knows."""
+
+    tier: str
+    keys: tuple[BlockKey, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(Instruction):
+    """A store was switched off: nothing is in it, as far as anybody can rely on it."""
+
+    tier: str
+
+
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
         *(Arrived, Wanted, Filled, GaveUp, Left, Paced, Ticked, Copied, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell),
+        *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }
 

@@ -5,11 +5,11 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from headwater.cache.breaker import BreakerState
 from headwater.cache.match import DEVICE, BlockStatus
 from headwater.cache.records import JobKind
 from headwater.cache.state import Brain
 from headwater.core import events as ev
+from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.slots import SlotState

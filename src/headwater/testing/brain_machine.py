@@ -13,9 +13,9 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from headwater.cache.breaker import BreakerState
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
+from headwater.core.breaker import BreakerState
 from headwater.testing.brain_world import ROOTS, Errand, Guest, World
 from headwater.testing.index_machine import path_keys
 

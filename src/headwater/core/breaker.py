@@ -1,10 +1,12 @@
 """A circuit breaker: a store that keeps failing is left alone, and tried again with one call at a time.
 
-Pure: told what happened and when. It does not run calls and does not judge bytes.
+Pure: told what happened and when. It does not run calls and does not judge bytes. The brain has one per tier and kind
+of call (`cache/placement.py`), who calls a store on threads of its own one per store (`storage/calls.py`).
 
     CLOSED    --failures in a row-->  OPEN
     OPEN      --pause is over, somebody asks-->  HALF_OPEN (that one may try)
     HALF_OPEN --success-->  CLOSED          --failure-->  OPEN, for twice as long, up to a minute
+              --no proof-->  OPEN, for as long again, or due at once
     any       --off-->  OFF                 --on-->  CLOSED
 """
 
@@ -24,12 +26,13 @@ class BreakerState(enum.IntEnum):
 
 
 class Breaker:
-    """The breaker of one kind of call of one store: what can be asked may still not be read, or written."""
+    """The breaker of one store, or of one kind of its calls: what can be asked may still not be read, or written."""
 
-    def __init__(self, *, failures: int, pause_s: float) -> None:
+    def __init__(self, *, failures: int, pause_s: float, max_pause_s: float = MAX_PAUSE_S) -> None:
         self.state = BreakerState.CLOSED
         self._allowed = failures
         self._first_pause_s = pause_s
+        self._max_pause_s = max_pause_s
         self._pause_s = pause_s
         self._num_failed = 0
         self._until_s = 0.0
@@ -59,7 +62,7 @@ class Breaker:
         """A call failed. True if that opened the breaker."""
         self._num_failed += 1
         if self.state is BreakerState.HALF_OPEN:
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, self._max_pause_s)
         elif self.state is not BreakerState.CLOSED or self._num_failed < self._allowed:
             return False
         self.state = BreakerState.OPEN
@@ -71,6 +74,12 @@ class Breaker:
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
             self._until_s = now_s + self._pause_s
+
+    def undecided(self, now_s: float) -> None:
+        """A probe came back in time and proved nothing, such as a look that found nothing. The next may be made now."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN
+            self._until_s = now_s
 
     def off(self) -> None:
         """Make no call until `on`."""

@@ -1,0 +1,273 @@
+"""AttentionStore: a pool of KV blocks addressed by tokens. match / read / write / flush_index.
+
+The caller gives all tokens from position 0 and says at which block to begin; keys, frames, slices and deadlines are
+made here. Counts are from `start_block`: `match(tokens, start_block=8).num_blocks == 3` says that blocks 8, 9 and 10
+are there, and nothing of those before. Full blocks only: a partial tail is its reader's own, and enters no shared index
+(rule 9).
+
+It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/slices.py`, a store that blocks
+is bounded by `storage/calls.py`, and the cluster hears through whoever is `Told`. What `write` saw durable and `read`
+saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only the engine
+knows, and says with `flush_index`.
+
+Index-only: no data goes to the store or comes from it, and it is not even asked; `match`, `read` and `write` say so,
+`flush_index` works. So an index can be kept true for a router where nobody has a pool.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from threading import Condition
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+from headwater.config import WriteConfig, write_config
+from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
+from headwater.core.events import Came, Went
+from headwater.core.identity import CacheIdentity
+from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
+from headwater.layout.shard import WHOLE, Shard
+from headwater.layout.spec import KVLayout
+from headwater.metrics import Metrics
+from headwater.residency.events import TIERS
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.storage.calls import Calls
+from headwater.storage.pending import CallEnd
+from headwater.transfer.pages import PagePool
+from headwater.transfer.row import Reached, Why
+from headwater.transfer.slices import Slices
+from headwater.transfer.staging import Staging
+from headwater.transfer.tier import Naming
+
+_INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
+
+
+class Told(Protocol):
+    """Who hears what this node holds; `residency/publisher.py` has one that tells a cluster."""
+
+    def offer(self, moves: Iterable[Came | Went]) -> None:
+        """Hear of blocks that came to a tier or left it, in order. Must neither block nor raise."""
+        ...
+
+
+class AttentionStore:
+    """One identity's blocks on one device (or on one rank of it), and a store. Several threads may use it at once.
+
+    Owns neither store nor staging, but the threads that call the store: close it before them. The pages of `staging`
+    must be its alone.
+    """
+
+    def __init__(
+        self,
+        store: Store | Calls | None,
+        staging: Staging | None,
+        *,
+        identity: CacheIdentity,
+        layout: KVLayout,
+        shard: Shard = WHOLE,
+        part: int = 0,
+        residency: Told | None = None,
+        config: WriteConfig | None = None,
+        index_only: bool = False,
+        match_timeout_s: float = 1.0,
+        clock: Clock = SYSTEM_CLOCK,
+        metrics: Metrics | None = None,
+    ) -> None:
+        """`layout`, `shard` and `part` are those of a page; `config` None: as the environment says, read now.
+
+        `store` may be a Calls that several share: one breaker then stands before them all, and it is not closed here.
+        Index-only there is no store, and there has to be a residency. Raises InvalidConfig and InvalidInput.
+        """
+        if layout.block_tokens != identity.block_tokens:
+            raise InvalidInput(f"the identity's blocks have {identity.block_tokens} tokens, not {layout.block_tokens}")
+        if shard == WHOLE and not part and layout.fingerprint != identity.layout:
+            raise InvalidInput("the layout is not the identity's")
+        if index_only and residency is None:
+            raise InvalidConfig("index-only moves no data: without a residency index there is nothing to do")
+        if index_only and store is not None:
+            raise InvalidConfig("index-only moves no data: leave the store out, or the mode")
+        if not index_only and (store is None or staging is None):
+            raise InvalidConfig("an attention store needs a store and staging, unless it is index-only")
+        if not 0 < match_timeout_s < float("inf"):
+            raise InvalidConfig(f"match_timeout_s must be a positive number of seconds, not {match_timeout_s!r}")
+        self.index_only = index_only
+        self.identity = identity
+        self._residency = residency
+        self._match_timeout_s = match_timeout_s
+        self._clock = clock
+        self._closed = False
+        self._naming = Naming(identity=identity.digest, layout=layout, shard=shard, part=part)
+        self._calls: Calls | None = None
+        self._slices: Slices | None = None
+        self._owns_calls = not isinstance(store, Calls)
+        config = config if config is not None else write_config()
+        if store is None or staging is None:
+            return
+        self._calls = store if isinstance(store, Calls) else Calls(store, clock=clock, metrics=metrics)
+        pool = PagePool(staging.num_pages, [self._calls.name], Condition())
+        self._slices = Slices(
+            self._calls, staging, pool, naming=self._naming, config=config, clock=clock, metrics=metrics
+        )
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.identity.block_tokens
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        start_block: int = 0,
+        extras: Iterable[Extra] = (),
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> Reached:
+        """How many full blocks from `start_block` on seem to be there, without a gap: a hint, from one question.
+
+        Blocks until `timeout_s` (`match_timeout_s`) at most. `salt`: a tenant's, the identity's own unless given.
+        """
+        self._require_open()
+        if self._calls is None:
+            return _INDEX_ONLY
+        keys, _, _ = self._path(tokens, start_block, None, extras, salt)
+        names = [self._naming.name(key) for key in keys[start_block:]]
+        deadline = Deadline.after(self._match_timeout_s if timeout_s is None else timeout_s, self._clock)
+        call = self._calls.contains(names, deadline=deadline)
+        there = call.wait()
+        if call.end is not CallEnd.ANSWERED:
+            return Reached(0, _MATCH_ENDS[call.end or CallEnd.LATE], call.why)
+        num_blocks = there.index(False) if False in there else len(there)
+        return Reached(num_blocks, Why.WHOLE if num_blocks == len(there) else Why.INCOMPLETE)
+
+    def read(
+        self,
+        tokens: Tokens,
+        slots: Sequence[int],
+        *,
+        start_block: int = 0,
+        extras: Iterable[Extra] = (),
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Reached:
+        """Read blocks `start_block`, `start_block` + 1, ... into `slots`, verified; stops at the first it cannot have.
+
+        Blocks: see `Slices.read`. Raises InvalidInput where the tokens do not fill the blocks.
+        """
+        self._require_open()
+        if self._slices is None:
+            return _INDEX_ONLY
+        keys, parent, _ = self._path(tokens, start_block, len(slots), extras, salt)
+        row = keys[start_block:]
+        reached = self._slices.read(row, slots, depth=start_block, timeout_s=timeout_s, stopped=stopped)
+        self._tell_came(row[: reached.num_blocks], parent, start_block)
+        return reached
+
+    def write(
+        self,
+        tokens: Tokens,
+        slots: Sequence[int],
+        *,
+        start_block: int = 0,
+        extras: Iterable[Extra] = (),
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Reached:
+        """Write blocks `start_block`, `start_block` + 1, ... from `slots`, in slices, and say how many are durable.
+
+        Only positions that were really computed may be named (rule 1). Blocks: see `Slices.write`. Raises InvalidInput
+        where the tokens do not fill the blocks.
+        """
+        self._require_open()
+        if self._slices is None:
+            return _INDEX_ONLY
+        keys, parent, tenant = self._path(tokens, start_block, len(slots), extras, salt)
+        row = keys[start_block:]
+        reached = self._slices.write(
+            row, slots, parent=parent, depth=start_block, tenant=tenant, timeout_s=timeout_s, stopped=stopped
+        )
+        self._tell_came(row[: reached.num_blocks], parent, start_block)
+        return reached
+
+    def flush_index(
+        self,
+        tokens: Tokens,
+        *,
+        tier: str,
+        held: bool,
+        start_block: int = 0,
+        num_blocks: int | None = None,
+        extras: Iterable[Extra] = (),
+        salt: bytes | None = None,
+    ) -> int:
+        """Tell the cluster that blocks are in a tier of this node now, or (`held=False`) are not any more.
+
+        `tokens` are the whole path from position 0, however deep the blocks lie; those before `start_block`, and those
+        behind `num_blocks` (None: all full blocks), are not spoken of. Moves no data, does not block. Returns how many
+        blocks were told. Raises InvalidInput, and InvalidConfig where nobody would hear it.
+        """
+        self._require_open()
+        told: object = held
+        if self._residency is None:
+            raise InvalidConfig("there is no residency index to be told")
+        if tier not in TIERS:
+            raise InvalidInput(f"a tier is one of {', '.join(TIERS)}, not {tier!r}")
+        if not isinstance(told, bool):
+            raise InvalidInput(f"blocks are held, or they are not: {told!r} is neither")
+        keys, parent, _ = self._path(tokens, start_block, num_blocks, extras, salt)
+        row = tuple(keys[start_block:])
+        if row:
+            came = Came(tier=tier, keys=row, parent=parent, depth=start_block)
+            self._residency.offer([came if held else Went(tier=tier, keys=row)])
+        return len(row)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End the threads; idempotent. False: a store's call has not returned, so store and staging must stay."""
+        self._closed = True
+        return self._calls.close(timeout_s) if self._calls is not None and self._owns_calls else True
+
+    def __enter__(self) -> Self:
+        """Return self; it closes itself at the end of the block."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _path(
+        self, tokens: Tokens, start: int, num_blocks: int | None, extras: Iterable[Extra], salt: bytes | None
+    ) -> tuple[list[BlockKey], BlockKey, bytes]:
+        """The keys from block 0 to the last that is asked about, what is before `start`, and the tenant."""
+        for what, value in (("start_block", start), ("num_blocks", num_blocks)):
+            if value is not None and (type(value) is not int or value < 0):
+                raise InvalidInput(f"{what} must be a whole number of at least 0, not {value!r}")
+        ids = as_tokens(tokens)
+        num_full = len(ids) // self.block_tokens
+        end = num_full if num_blocks is None else start + num_blocks
+        if max(start, end) > num_full:
+            raise InvalidInput(f"{len(ids)} tokens fill {num_full} blocks; block {max(start, end) - 1} is asked about")
+        identity = self.identity if salt is None else replace(self.identity, salt=salt)
+        keys = block_keys(
+            ids[: end * self.block_tokens], parent=identity.root, block_tokens=self.block_tokens, extras=extras
+        )
+        return keys, keys[start - 1] if start else identity.root, identity.tenant
+
+    def _tell_came(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
+        if keys and self._residency is not None and self._calls is not None:
+            self._residency.offer([Came(tier=self._calls.name, keys=tuple(keys), parent=parent, depth=depth)])
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ResourceClosed("the attention store is closed")
+
+
+_MATCH_ENDS: Final = {
+    CallEnd.LATE: Why.TOTAL_TIMEOUT,
+    CallEnd.RAISED: Why.ERROR,
+    CallEnd.LEFT_ALONE: Why.STORE_DOWN,
+    CallEnd.NO_THREAD: Why.STORE_DOWN,
+    CallEnd.CLOSED: Why.CANCELLED,
+}
