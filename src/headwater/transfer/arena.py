@@ -129,6 +129,11 @@ class HostCache(Owned):
         """Whether the memory is registered with CUDA right now."""
         return self._held is not None and self._held.alive
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it, for who has to be shown where the pages lie."""
+        return self._memory
+
     def page(self, index: int) -> memoryview:
         """One page, writable, exactly `page_bytes` long."""
         if not 0 <= index < len(self.pages):

@@ -1,0 +1,76 @@
+"""GroupJob: what has become of one job of a group so far, seat by seat. No lock of its own, no clock."""
+
+from collections.abc import Sequence
+
+from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Save
+from headwater.core.keys import BlockKey
+from headwater.transfer.seats import Seat
+from headwater.transfer.verdict import Answer, Verdict, agree, num_good
+
+End = JobDone | JobFailed
+
+
+class GroupJob:
+    """One job, the seats that do it, and their answers. Guarded by the lock of the group."""
+
+    __slots__ = (
+        *("cancelled", "copied", "ends", "kind", "order", "overdue", "said_copied", "seats"),
+        *("started_s", "told", "waiting", "writes"),
+    )
+
+    def __init__(self, order: Job, seats: Sequence[int], started_s: float) -> None:
+        self.order = order
+        self.kind = type(order).__name__.lower()
+        self.writes: frozenset[BlockKey] = frozenset(order.keys if isinstance(order, Save) else ())
+        self.seats = tuple(seats)
+        self.started_s = started_s
+        self.waiting = set(seats)  # those that owe an answer
+        self.ends: dict[int, End] = {}
+        self.copied: set[int] = set()  # seats that read their slots no more
+        self.said_copied = False
+        self.cancelled = False  # somebody asked for that, or nothing that is still being loaded would count
+        self.overdue = False  # the deadline passed, and it was cancelled for that
+        self.told = False  # its event was said
+
+    def answer(self, at: int, end: End) -> bool:
+        """Take a seat's answer in. False if it has answered before."""
+        if at not in self.waiting:
+            return False
+        self.waiting.remove(at)
+        self.ends[at] = end
+        return True
+
+    def is_decided_by(self, end: End) -> bool:
+        """Whether one answer is the group's, whatever the others say: nobody needs to go on.
+
+        A late one is not: the others are late by then too, or about to answer, and all who are late shall be named.
+        """
+        if isinstance(end, JobFailed):
+            return isinstance(self.order, Look | Load) and end.failure is not Failure.LATE
+        return isinstance(self.order, Load) and end.results[:1] != ("late",) and not num_good(self.order, end)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no seat of a Save reads its slots any more, and none of them failed."""
+        failed = any(isinstance(end, JobFailed) for end in self.ends.values())
+        return isinstance(self.order, Save) and not failed and (self.copied | self.ends.keys()) >= set(self.seats)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every answer so far is that all is there."""
+        return all(num_good(self.order, end) == len(self.order.keys) for end in self.ends.values())
+
+    def verdict(self, seats: Sequence[Seat], *, silent: str | None = None) -> Verdict:
+        """What the answers so far come to. With `silent`, who has not answered counts as late, for this reason."""
+        ends = dict(self.ends)
+        if silent is not None:
+            late = JobFailed(now_s=0.0, job=self.order.job, failure=Failure.LATE, why=silent)
+            ends |= dict.fromkeys(self.waiting, late)
+        telling = {at: end for at, end in ends.items() if not _is_cancelled(end)}
+        if isinstance(self.order, Load) and any(num_good(self.order, end) == 0 for end in telling.values()):
+            ends = telling  # nothing counts, and the reason is not that the others were cancelled therefore
+        return agree(self.order, [Answer(seats[at].rank, seats[at].page, ends[at]) for at in sorted(ends)])
+
+
+def _is_cancelled(end: End) -> bool:
+    return isinstance(end, JobFailed) and end.failure is Failure.CANCELLED

@@ -1,0 +1,122 @@
+"""The far end of a link: a rank's process serves its workers to the group, until the group is gone.
+
+Whoever runs a rank (an engine's process of that rank, or one beside it) makes its workers, and calls `serve_rank` in a
+thread of its own. Jobs, threads and deadlines are the workers'; what is wanted and what became of it goes over the
+socket. When the group is gone, everything is cancelled: nobody is left who would count it.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from headwater.core.errors import HeadwaterError, InvalidInput
+from headwater.core.events import Event, Failure, Instruction, Job, JobFailed, decode, encode
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
+from headwater.transfer.rank_wire import Incoming, packed
+from headwater.transfer.seats import Seat
+
+log: Final = logging.getLogger("headwater")
+
+_CLOSE_S: Final = 10.0  # for the workers to end when the group is gone
+
+
+def serve_rank(sock: socket.socket, seats: Sequence[Seat], *, identity: bytes, clock: Clock = SYSTEM_CLOCK) -> bool:
+    """Do what the group says with the seats of one rank, until it says close or is gone. Blocks. Closes the seats.
+
+    The clock must be the group's: that of the machine. False: a seat did not end, and may still be at work.
+    """
+    return _Server(sock, seats, identity, clock).run()
+
+
+class _Server:
+    def __init__(self, sock: socket.socket, seats: Sequence[Seat], identity: bytes, clock: Clock) -> None:
+        self._sock = sock
+        self._seats = tuple(seats)
+        self._identity = identity
+        self._clock = clock
+        self._sending = threading.Lock()
+        for at, seat in enumerate(self._seats):
+            seat.hands.deliver = partial(self._say, at)
+
+    def run(self) -> bool:
+        incoming = Incoming()
+        self._sock.settimeout(None)
+        try:
+            while incoming.read(self._sock):
+                for document in incoming.documents():
+                    if self._handle(document):
+                        return True
+        except OSError as error:
+            log.warning("the link to the group is lost: %s", error)
+        except InvalidInput as error:
+            log.warning("the group talks nonsense: %s", error)
+        return self._close(_CLOSE_S)
+
+    def _handle(self, document: dict[str, Any]) -> bool:
+        """Do one thing. True: that was the last. Raises InvalidInput for what makes no sense."""
+        try:
+            if "do" in document:
+                self._do(self._seat(document), document["do"])
+            elif "hello" in document:
+                pages = [seat.page for seat in self._seats]
+                me = {"pages": pages, "identity": self._identity.hex(), "now_s": self._clock.monotonic()}
+                self._answer(document["ask"], me)
+            elif "revive" in document:
+                # In a thread: it may take seconds, and jobs go on meanwhile.
+                revive = partial(self._revive, self._seat(document), document["revive"], document["ask"])
+                threading.Thread(target=revive, name="headwater revive", daemon=True).start()
+            elif "close" in document:
+                ended = self._close(float(document["close"]))
+                self._answer(document["ask"], ended)
+                return ended
+            else:
+                raise InvalidInput(f"what is {sorted(document)}?")
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"{type(error).__name__}: {error}") from error
+        return False
+
+    def _do(self, at: int, documents: Sequence[dict[str, Any]]) -> None:
+        instructions = [decode(one) for one in documents]
+        wanted = [one for one in instructions if isinstance(one, Instruction)]
+        try:
+            self._seats[at].hands.submit(wanted)
+        except HeadwaterError as error:  # with nothing taken: each job of it ends here
+            for one in wanted:
+                if isinstance(one, Job):
+                    now_s, why = self._clock.monotonic(), f"{type(error).__name__}: {error}"
+                    self._say(at, JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=why))
+
+    def _revive(self, at: int, store: str, ask: int) -> None:
+        try:
+            revived = self._seats[at].hands.revive(store)
+        except HeadwaterError as error:
+            log.warning("%s could not be put right: %s", store, error)
+            revived = False
+        self._answer(ask, revived)
+
+    def _close(self, timeout_s: float) -> bool:
+        until = Deadline.after(timeout_s)
+        ended = [seat.hands.close(until.remaining_s) for seat in self._seats]
+        return all(ended)
+
+    def _seat(self, document: dict[str, Any]) -> int:
+        at = document["seat"]
+        if not (isinstance(at, int) and 0 <= at < len(self._seats)):
+            raise InvalidInput(f"there is no seat {at!r}")
+        return at
+
+    def _say(self, at: int, event: Event) -> None:
+        self._send({"said": encode(event), "seat": at})
+
+    def _answer(self, ask: int, answer: object) -> None:
+        self._send({"answer": ask, "is": answer})
+
+    def _send(self, document: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                self._sock.sendall(packed(document))
+        except OSError as error:  # the group is gone; `run` hears that too
+            log.debug("nobody hears %s: %s", document, error)

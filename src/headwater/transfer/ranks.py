@@ -1,0 +1,398 @@
+"""Ranks: the hands of a tensor-parallel group. Looks like one worker; has one for each page that each rank holds.
+
+A job goes to every rank that has a part in it, and ends with one event: what all of them did (`verdict.py`), or who did
+not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the deadline.
+
+    Load              every rank, every page of its own
+    Look, Promote     each distinct page once, by whoever holds it, in turns
+    Save              the same; while what it builds on is still being written, by the rank that writes that: one rank
+                      writes in order, two would race, and the second would find no parent
+
+Invariants:
+- A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
+  is cancelled first; a Look or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
+  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself; another
+  process may be stopped for ever.
+- A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
+  told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
+  allowed (`Mortal.shoot`), which ends what it owes; if it answers after all, it is up again.
+- Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
+
+Takes no decision about blocks. Not here: the link to another process (`rank_link.py`), pages and stores (`worker.py`).
+"""
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from itertools import count
+from typing import Final
+
+from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.core.events import (
+    Cancel,
+    Copied,
+    Event,
+    Failure,
+    Instruction,
+    Job,
+    JobDone,
+    JobFailed,
+    Load,
+    Look,
+    Promote,
+    Save,
+    StoreOff,
+    StoreOn,
+)
+from headwater.metrics import Metrics
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
+from headwater.transfer.group_job import End, GroupJob
+from headwater.transfer.jobs import check_job
+from headwater.transfer.ledger import Ledger
+from headwater.transfer.roster import RankReport, RankState, Roster
+from headwater.transfer.rota import Rota
+from headwater.transfer.seats import Mortal, Seat, check_seats
+from headwater.transfer.verdict import Verdict
+
+log: Final = logging.getLogger("headwater")
+
+_KINDS: Final = (Look, Load, Save, Promote)
+_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
+_LATE: Final = "no answer by the deadline"
+_LAST_S: Final = 1.0  # for the watching thread to end, when all hands have
+
+
+class Ranks:
+    """Runs Look, Load, Save, Promote and Cancel on all ranks of a group. Takes over the hands of its seats.
+
+    `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        *,
+        stores: Collection[str],
+        deliver: Callable[[Event], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        metrics: Metrics | None = None,
+        slack_s: float = 0.05,
+        lost_after_s: float = 1.0,
+    ) -> None:
+        """`stores`: the names that jobs may use, the same on every rank. Raises InvalidInput, with nothing taken.
+
+        `slack_s` is for an answer that is on its way when the deadline passes; `lost_after_s` for that of a rank that
+        was cancelled. Deadlines are on `clock`, which is every rank's.
+        """
+        if not (slack_s >= 0 and lost_after_s >= 0):
+            raise InvalidInput(f"slack_s and lost_after_s are seconds, not {slack_s} and {lost_after_s}")
+        self._tp_size = check_seats(seats)
+        self._seats = tuple(seats)
+        self._stores = tuple(stores)
+        self._clock = clock
+        self._slack_s = slack_s
+        self._lost_after_s = lost_after_s
+        metrics = metrics if metrics is not None else Metrics()
+        self._ledger = Ledger(clock=clock, metrics=metrics)  # for its lock, and the order of events
+        self._ledger.deliver = deliver
+        self._roster = Roster(self._tp_size, metrics)
+        self._rota = Rota(seats, self._tp_size)
+        self._live: dict[int, GroupJob] = {}  # jobs of which a seat owes an answer, told or not
+        self._off: set[str] = set()  # stores that a seat said to be off
+        self._watch = threading.Condition(self._ledger.lock)  # something for the thread that watches
+        self._alarms: list[tuple[float, int, GroupJob]] = []  # a heap: when to look at which job
+        self._numbers = count()
+        self._closed = False
+        self._thread = threading.Thread(target=self._keep_watch, name="headwater ranks", daemon=True)
+        self._thread.start()
+        for at, seat in enumerate(seats):
+            seat.hands.deliver = partial(self._heard, at)
+            if isinstance(seat.hands, Mortal):
+                seat.hands.on_death = partial(self._died, seat.rank)
+                if seat.hands.death is not None:  # before it could be told
+                    self._died(seat.rank, seat.hands.death)
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears the events. To be set before the first `submit`."""
+        return self._ledger.deliver
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None]) -> None:
+        self._ledger.deliver = deliver
+
+    def on_first_layer(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when the first layers of a load have arrived at a rank of this process."""
+        for seat in self._seats:
+            tell: Callable[[Callable[[], None]], None] | None = getattr(seat.hands, "on_first_layer", None)
+            if tell is not None:
+                tell(wake)
+
+    def reports(self) -> tuple[RankReport, ...]:
+        """How each rank has done so far: who is slow, who fails, who is gone."""
+        with self._ledger.lock:
+            return self._roster.reports()
+
+    # --- the face of a worker -----------------------------------------------------------------------------------------
+
+    def submit(self, instructions: Iterable[Instruction]) -> None:
+        """Begin jobs, cancel jobs. Does not block. Raises InvalidInput, or ResourceClosed, with nothing taken."""
+        asked = list(instructions)
+        for one in asked:
+            if isinstance(one, Job) and type(one) in _KINDS:
+                check_job(one, self._stores)
+            elif not isinstance(one, Cancel):
+                raise InvalidInput(f"not the hands' work: {one!r}")
+        numbers = [one.job for one in asked if isinstance(one, Job)]
+        with self._ledger.lock:
+            if self._closed:
+                raise ResourceClosed("the group is closed")
+            if self._ledger.deliver is None:
+                raise InvalidInput("nobody would hear what becomes of a job: set `deliver` first")
+            if len(set(numbers)) < len(numbers) or not self._live.keys().isdisjoint(numbers):
+                raise InvalidInput(f"each job needs a number of its own: {numbers}")
+            for one in asked:
+                if isinstance(one, Job):
+                    self._begin(one)
+                elif isinstance(one, Cancel) and one.job in self._live:
+                    self._live[one.job].cancelled = True
+                    self._cancel(self._live[one.job])
+            self._watch.notify()  # there is an alarm to be set, or something to tell
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has ended and every event was delivered. Blocks. False if that took too long."""
+        self._require_other_thread()
+        with self._ledger.changed:
+            return self._ledger.changed.wait_for(lambda: self._quiet, timeout_s)
+
+    def glance(self, look: Look) -> tuple[str, ...] | None:
+        """Nobody knows at a glance what all ranks have: they are asked."""
+        return None
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Have the saves of ranks in this process stand back for a moment, or go on. Does not block."""
+        for seat in self._seats:
+            seat.hands.stand_back(hurry=hurry)
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """Wait until all ranks have all planes up to a layer's of all blocks of a Load. Blocks.
+
+        False: that took too long, or the job is over. Of a rank in another process all planes are waited for.
+        """
+        until = Deadline.after(timeout_s)
+        with self._ledger.lock:
+            found = self._live.get(job)
+        if found is None or not isinstance(found.order, Load):
+            return False
+        for at in found.seats:
+            if not self._seats[at].hands.wait_layer(job, layer, until.remaining_s):
+                with self._ledger.changed:  # it is over there, perhaps well, and the answer on its way
+                    if not self._ledger.changed.wait_for(partial(found.ends.__contains__, at), until.remaining_s):
+                        return False
+        with self._ledger.lock:
+            return found.is_whole and not (found.cancelled or found.overdue)
+
+    def revive(self, store: str) -> bool:
+        """Put a store right that was switched off, on every rank, and say StoreOn. Blocks. False if a rank could not.
+
+        Raises InvalidInput for a store that is not here, ResourceClosed.
+        """
+        if store not in self._stores:
+            raise InvalidInput(f"there is no store {store!r} here; there are {', '.join(self._stores)}")
+        revived = [seat.hands.revive(store) for seat in self._seats]
+        if not all(revived):
+            return False
+        with self._ledger.lock:
+            self._off.discard(store)
+            self._ledger.say(StoreOn(now_s=self._clock.monotonic(), store=store))
+            self._watch.notify()
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Cancel every job and close the hands of every rank; idempotent. Blocks until they ended, or time was over.
+
+        Every job's event was delivered when it returns True. After False a rank may still be at work.
+        """
+        self._require_other_thread()
+        until = Deadline.after(timeout_s)
+        with self._ledger.lock:
+            self._closed = True
+            for job in list(self._live.values()):
+                job.cancelled = True
+                self._cancel(job)
+            self._watch.notify()
+        ended = [seat.hands.close(until.remaining_s) for seat in self._seats]
+        if not all(ended):
+            return False
+        with self._ledger.lock:  # closed hands touch nothing, and say nothing any more
+            for job in list(self._live.values()):
+                for at in list(job.waiting):
+                    self._answered(job, at, self._failed(job, Failure.CANCELLED, "the rank was closed"))
+            self._watch.notify()
+        self._thread.join(max(until.remaining_s, _LAST_S))
+        return not self._thread.is_alive()
+
+    # --- jobs; the lock is held ---------------------------------------------------------------------------------------
+
+    @property
+    def _quiet(self) -> bool:
+        return self._ledger.quiet and all(job.told for job in self._live.values())
+
+    def _begin(self, order: Job) -> None:
+        job = GroupJob(order, self._rota.who(order, reversed(self._live.values())), self._clock.monotonic())
+        unfit = self._roster.unfit()
+        if unfit is not None:
+            self._end(job, Verdict((), Failure.FAILED, unfit))
+            return
+        self._live[order.job] = job
+        self._set_alarm(job, order.deadline_s + self._slack_s)
+        refused: dict[int, str] = {}
+        for at in job.seats:
+            try:
+                self._seats[at].hands.submit([order])
+            except Exception as error:  # noqa: BLE001  whatever it is: this rank does not do it
+                refused[at] = f"{type(error).__name__}: {error}"
+        for at, why in refused.items():
+            self._answered(job, at, self._failed(job, Failure.FAILED, why))
+
+    def _cancel(self, job: GroupJob) -> None:
+        """Tell those who have not answered that nobody waits for them. They still answer."""
+        for at in job.waiting:
+            try:
+                self._seats[at].hands.submit([Cancel(job=job.order.job)])
+            except Exception as error:  # noqa: BLE001  closed, or gone: its end, or its death, is told
+                log.debug("rank %d heard no cancel of job %d: %s", self._seats[at].rank, job.order.job, error)
+
+    def _answered(self, job: GroupJob, at: int, end: End) -> None:
+        """A seat has ended its share of a job. What it says after that is ignored."""
+        if job.overdue and not (isinstance(end, JobFailed) and end.failure is Failure.FAILED):
+            end = self._failed(job, Failure.LATE, _LATE)  # whatever it says now
+        if not job.answer(at, end):
+            return
+        rank, seconds = self._seats[at].rank, max(0.0, self._clock.monotonic() - job.started_s)
+        self._roster.answered(rank, seconds, job=job.kind, last=not job.waiting and len(job.seats) > 1)
+        self._say_copied(job)
+        if not job.waiting:
+            del self._live[job.order.job]
+            if not job.told:
+                self._end(job, job.verdict(self._seats))
+        elif job.is_decided_by(end):
+            if isinstance(job.order, Look) and not job.told:
+                self._end(job, job.verdict(self._seats))
+            if not (job.cancelled or job.overdue):
+                job.cancelled = True  # the slots of a Load are free when all have heard it
+                self._cancel(job)
+        if self._roster.state(rank) is RankState.SILENT and not self._owes(rank):
+            self._roster.change(rank, RankState.UP)
+        self._ledger.changed.notify_all()
+
+    def _say_copied(self, job: GroupJob) -> None:
+        """Say once that the slots of a Save are read no more."""
+        if job.is_copied and not job.said_copied:
+            job.said_copied = True
+            self._ledger.say(Copied(now_s=self._clock.monotonic(), job=job.order.job))
+
+    def _end(self, job: GroupJob, verdict: Verdict) -> None:
+        """Say how a job ended, and who is to blame if less came of it than was asked."""
+        job.told = True
+        if verdict.failure is not None:
+            self._ledger.say(self._failed(job, verdict.failure, verdict.why))
+        else:
+            done = JobDone(
+                now_s=self._clock.monotonic(),
+                job=job.order.job,
+                results=verdict.results,
+                num_bytes=verdict.num_bytes,
+                seconds=verdict.seconds,
+            )
+            self._ledger.say(done)
+        num_blocks = len(job.order.keys)
+        self._roster.blame(verdict.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
+        self._watch.notify()
+
+    def _failed(self, job: GroupJob, failure: Failure, why: str) -> JobFailed:
+        return JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why)
+
+    def _owes(self, rank: int) -> bool:
+        return any(self._seats[at].rank == rank for job in self._live.values() for at in job.waiting)
+
+    # --- what ranks say, in their threads -----------------------------------------------------------------------------
+
+    def _heard(self, at: int, event: Event) -> None:
+        with self._ledger.lock:
+            job = self._live.get(event.job) if isinstance(event, JobDone | JobFailed | Copied) else None
+            if job is not None and isinstance(event, JobDone | JobFailed):
+                self._answered(job, at, event)
+            elif job is not None:
+                job.copied.add(at)
+                self._say_copied(job)
+            elif isinstance(event, StoreOff) and event.store not in self._off:  # StoreOn is said by `revive`
+                self._off.add(event.store)
+                why = f"rank {self._seats[at].rank}: {event.why}"
+                self._ledger.say(StoreOff(now_s=self._clock.monotonic(), store=event.store, why=why))
+        self._ledger.flush()
+
+    def _died(self, rank: int, why: str) -> None:
+        """A rank's process ended: it touches nothing any more, and owes nothing."""
+        with self._ledger.lock:
+            if self._roster.change(rank, RankState.DEAD, why):
+                for job in list(self._live.values()):
+                    for at in [at for at in job.waiting if self._seats[at].rank == rank]:
+                        self._answered(job, at, self._failed(job, Failure.FAILED, why))
+        self._ledger.flush()
+
+    # --- the thread that watches --------------------------------------------------------------------------------------
+
+    def _keep_watch(self) -> None:
+        while True:
+            with self._watch:
+                while True:
+                    wait_s = self._look_at_alarms()
+                    if self._ledger.has_news:
+                        break
+                    if self._closed and not self._live and self._ledger.quiet:
+                        return
+                    self._watch.wait(wait_s)
+            self._ledger.flush()
+
+    def _look_at_alarms(self) -> float | None:
+        """See to what is overdue; seconds until the next alarm, if there is one."""
+        now_s = self._clock.monotonic()
+        while self._alarms and self._alarms[0][0] <= now_s:
+            _, _, job = heapq.heappop(self._alarms)
+            if not job.waiting:
+                continue
+            if not job.overdue:
+                self._overdue(job)
+                self._set_alarm(job, now_s + self._lost_after_s)
+            else:
+                self._lose(job)
+        return Deadline(self._alarms[0][0], self._clock).remaining_s if self._alarms else None
+
+    def _overdue(self, job: GroupJob) -> None:
+        """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
+        job.overdue = True
+        if isinstance(job.order, Look | Promote) and not job.told:
+            self._end(job, job.verdict(self._seats, silent=_LATE))
+        self._cancel(job)
+
+    def _lose(self, job: GroupJob) -> None:
+        """Ranks that were cancelled do not even say so."""
+        why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
+        for at in sorted(job.waiting):
+            self._roster.change(self._seats[at].rank, RankState.SILENT, why)
+            hands = self._seats[at].hands
+            if isinstance(hands, Mortal):
+                hands.shoot()
+
+    def _set_alarm(self, job: GroupJob, at_s: float) -> None:
+        if len(self._alarms) > 2 * len(self._live) + _STALE_ALARMS:
+            self._alarms = [alarm for alarm in self._alarms if alarm[2].waiting]
+            heapq.heapify(self._alarms)
+        heapq.heappush(self._alarms, (at_s, next(self._numbers), job))
+
+    def _require_other_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise InvalidInput("the group's own thread, in which `deliver` may be called, cannot wait for itself")

@@ -1,0 +1,99 @@
+"""Seats: who moves one page of each block for one rank. A rank has one for each of its parts (`layout/shard.py`).
+
+A seat's hands are a `Worker` in this process, or a link to one in another (`rank_link.py`). Not here: what a group does
+with its seats (`ranks.py`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from headwater.core.errors import InvalidInput
+from headwater.core.events import Event, Instruction
+from headwater.layout.shard import Shard
+
+Page: TypeAlias = tuple[int, int, int]  # shard index, shard count, part: what a page's name says besides the block
+
+
+class SeatHands(Protocol):
+    """Who carries a seat's jobs out: a `Worker`, or what looks like one from here."""
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears what becomes of jobs."""
+        ...
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
+
+    def submit(self, instructions: Iterable[Instruction], /) -> None:
+        """Begin jobs, or cancel them. Does not block; raises with nothing taken."""
+        ...
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Do what nobody waits for a little later."""
+        ...
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float, /) -> bool:
+        """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or over, or unknown."""
+        ...
+
+    def revive(self, store: str, /) -> bool:
+        """Put a store right that was switched off. Blocks."""
+        ...
+
+    def close(self, timeout_s: float, /) -> bool:
+        """End all jobs; False if that took too long. May be asked again."""
+        ...
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """Hands that may end while we live: those of another process. Dead, they touch nothing any more."""
+
+    on_death: Callable[[str], None] | None  # called once, with what is known of it
+
+    @property
+    def death(self) -> str | None:
+        """Why they are known to be dead, or None."""
+        ...
+
+    def shoot(self) -> bool:
+        """End the process at once, if that was allowed; `on_death` follows. Does not block. False: it was not."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One rank's hands for one page of each block."""
+
+    rank: int
+    shard: Shard
+    part: int  # of the page's name
+    hands: SeatHands
+
+    @property
+    def page(self) -> Page:
+        """Equal for seats that hold the same page."""
+        return self.shard.index, self.shard.count, self.part
+
+
+def check_seats(seats: Sequence[Seat]) -> int:
+    """How many ranks there are. Raises InvalidInput unless every rank has the same parts, each shard its holders."""
+    by_rank: dict[int, list[Seat]] = {}
+    for seat in seats:
+        by_rank.setdefault(seat.rank, []).append(seat)
+    tp_size = len(by_rank)
+    if not tp_size or set(by_rank) != set(range(tp_size)):
+        raise InvalidInput(f"a group has ranks from 0 on, each of them, not {sorted(by_rank)}")
+    counts = {rank: sorted(seat.shard.count for seat in mine) for rank, mine in by_rank.items()}
+    if len(set(counts[0])) < len(counts[0]) or any(of != counts[0] for of in counts.values()):
+        raise InvalidInput(f"every rank has the same parts, each once, not shards of {counts}")
+    parts: dict[Shard, int] = {}
+    for seat in seats:
+        count = seat.shard.count
+        if tp_size % count or seat.shard.index != seat.rank * count // tp_size:
+            raise InvalidInput(f"rank {seat.rank} of {tp_size} does not hold {seat.shard}")
+        if parts.setdefault(seat.shard, seat.part) != seat.part:
+            raise InvalidInput(f"ranks that hold {seat.shard} call it part {seat.part} and {parts[seat.shard]}")
+    return tp_size
