@@ -48,6 +48,20 @@ def test_the_example_of_the_engine_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert second.startswith("1 {'device': ")
 
 
+def test_the_example_of_the_attention_store_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ATTENTION_STORE.md").read_text(), re.DOTALL)
+    exec(compile(example, "ATTENTION_STORE.md", "exec"), {})
+    reached = re.findall(r"num_blocks=(\d), why=<Why.(\w+):", printed := capsys.readouterr().out)
+    assert reached == [("4", "WHOLE"), ("4", "INCOMPLETE"), ("1", "INCOMPLETE"), ("2", "WHOLE")]
+    assert printed.endswith("True\n")
+
+
+def test_the_example_of_residency_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "RESIDENCY.md").read_text(), re.DOTALL)
+    exec(compile(example, "RESIDENCY.md", "exec"), {})
+    assert capsys.readouterr().out == "node-1 6 6 0\n"
+
+
 def test_the_example_of_the_copy_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "COPY.md").read_text(), re.DOTALL)
     exec(compile(example, "COPY.md", "exec"), {})
@@ -104,7 +118,7 @@ def test_the_commands_in_the_documents_exist() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:core|layout|policy|index|cache|engine|replay|serve|storage|transfer|testing|bench)/[\w/.]+\.py)`",
+            r"`((?:core|layout|policy|index|residency|cache|engine|replay|serve|storage|transfer|testing|bench)/[\w/.]+\.py)`",
             page.read_text(),
         ):
             known = (ROOT / "src" / "headwater" / name).exists() or name == "core/block.py"

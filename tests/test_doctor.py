@@ -36,7 +36,7 @@ def test_one_document_and_nothing_else() -> None:
 def test_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = [Copied(8 << 20, "d2h", 55.0, 0.9, 0.2), Copied(8 << 20, "h2d", 55.0, 0.91, 0.19)]
     checks = [Check("python", OK, "3.11"), Check("tmpfs", WARN, "[little]", "get [more]")]
-    monkeypatch.setattr(doctor, "examine", lambda: Findings(checks, copies))
+    monkeypatch.setattr(doctor, "examine", lambda **_: Findings(checks, copies))
     found = CliRunner().invoke(app, ["doctor"])
     assert found.exit_code == 0
     for text in ("[little]", "get [more]", "to the device", "0.91", "could be better: tmpfs"):

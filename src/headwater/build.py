@@ -1,7 +1,7 @@
 """The one place that names concrete classes and introduces rooms to each other."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +9,38 @@ from typing import TYPE_CHECKING, Final
 
 from headwater.cache.cache import NoHands, TieredCache
 from headwater.cache.state import Brain
-from headwater.config import DISK_BYTES, HOST_BYTES, CacheConfig, LocalStoreConfig, ServeConfig, TierConfig
-from headwater.core.errors import HostTierUnavailable, InvalidConfig, StoreError
+from headwater.config import (
+    DISK_BYTES,
+    HOST_BYTES,
+    MEMORY_URL,
+    CacheConfig,
+    LocalStoreConfig,
+    ResidencyConfig,
+    ServeConfig,
+    TierConfig,
+    default_node,
+    pool_kind,
+)
+from headwater.core.errors import HostTierUnavailable, InvalidConfig, InvalidInput, NotInstalled, StoreError
 from headwater.core.events import Event
 from headwater.layout.frame import frame_bytes
+from headwater.layout.reshard import part_number
+from headwater.layout.shard import parts
 from headwater.metrics import Metrics
+from headwater.residency.base import Residency
+from headwater.residency.events import TIERS
+from headwater.residency.holdings import WHOLE, StoreHoldings
+from headwater.residency.memory import MemoryResidency
+from headwater.residency.publisher import Publisher
 from headwater.storage import directory
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Registering, Store
 from headwater.storage.disabled import DisabledStore
 from headwater.storage.local import LocalStore
 from headwater.storage.mapped import MappedStore
+from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.storage.slab import Progress
+from headwater.transfer.ranks import Ranks
+from headwater.transfer.seats import Seat
 from headwater.transfer.worker import Worker
 
 if TYPE_CHECKING:
@@ -105,6 +126,124 @@ def open_cache(
     return cache
 
 
+def open_rank(
+    rank: int,
+    tp_size: int,
+    stores: Mapping[str, Store],
+    stagings: Sequence["Staging"],
+    *,
+    layout: "KVLayout",
+    identity: bytes,
+    views: Mapping[str, str] | None = None,
+    sizes: Sequence[int] = SIZES,
+    threads_per_store: int = 2,
+    clock: Clock = SYSTEM_CLOCK,
+    metrics: Metrics | None = None,
+) -> list[Seat]:
+    """The seats of one rank of a tensor-parallel group: a worker for each of its parts, in this process.
+
+    `layout` is the unsharded one; `stagings` are those of `parts(layout, rank, tp_size)`, in this order. `views`, by
+    name: what groups of other `sizes` wrote to one of the stores, as one more store that is only read. Raises
+    InvalidInput with no worker started.
+    """
+    mine = parts(layout, rank, tp_size)
+    if len(stagings) != len(mine):
+        raise InvalidInput(f"rank {rank} of {tp_size} has {len(mine)} parts, and not {len(stagings)}")
+    others = [size for size in sizes if size != tp_size]
+    seats: list[Seat] = []
+    try:
+        for part, staging in zip(mine, stagings, strict=True):
+            seen = {
+                name: ReshardedStore(
+                    stores[of], layout, part, identity=identity, sizes=others, metrics=metrics, clock=clock
+                )
+                for name, of in (views or {}).items()
+            }
+            number = part_number(part, layout)
+            worker = Worker(
+                {**stores, **seen},
+                staging,
+                layout=part.layout,
+                identity=identity,
+                block_tokens=layout.block_tokens,
+                shard=part.shard,
+                part=number,
+                threads_per_store=threads_per_store,
+                clock=clock,
+                metrics=metrics,
+            )
+            seats.append(Seat(rank, part.shard, number, worker))
+    except BaseException:
+        for seat in seats:
+            seat.hands.close(0.0)
+        raise
+    return seats
+
+
+def open_group(
+    config: CacheConfig,
+    seats: Sequence[Seat],
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    metrics: Metrics | None = None,
+    record: Callable[[Event], None] | None = None,
+) -> TieredCache:
+    """A cache for an engine of several ranks: one brain, and the seats of all ranks as its hands.
+
+    `config.block_bytes` are those of a block on all ranks together. Raises InvalidInput for seats that are no group.
+    """
+    metrics = metrics if metrics is not None else Metrics()
+    ranks = Ranks(seats, stores=[tier.name for tier in config.tiers], clock=clock, metrics=metrics)
+    cache = TieredCache(Brain(config), ranks, clock=clock, metrics=metrics, record=record)
+    ranks.deliver = cache.deliver
+    ranks.on_first_layer(cache.notice)
+    return cache
+
+
+def open_residency(config: ResidencyConfig, *, metrics: Metrics | None = None) -> Residency:
+    """The index of who holds what. Connects when it is asked. Raises StoreUnavailable for no address, NotInstalled."""
+    if config.url == MEMORY_URL:
+        return MemoryResidency()
+    from headwater.residency.redis import RedisResidency  # an extra
+
+    return RedisResidency(config.url, prefix=config.prefix, keep_s=3 * config.round_every_s, metrics=metrics)
+
+
+def open_publisher(
+    cache: TieredCache,
+    config: ResidencyConfig,
+    stores: Mapping[str, Store],
+    *,
+    identity: bytes,
+    pages: Sequence[tuple[int, int, int]] = WHOLE,
+    residency: Residency | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Publisher:
+    """Tell the cluster what a cache holds. To be called before its first request; close it before the stores.
+
+    `stores` are the cache's; those of this node (host, disk) are asked now and then what they hold. `pages`: shard,
+    number of shards and part of each page that a block has. `residency`: an index that is there already; it is taken
+    over. Raises InvalidConfig for tiers that the index has no name for.
+    """
+    strange = [name for name in stores if name not in TIERS]
+    if strange:
+        raise InvalidConfig(f"the residency index knows the tiers {', '.join(TIERS)}, not {', '.join(strange)}")
+    tokens = cache.brain.config.block_tokens
+    holdings = {
+        name: StoreHoldings(stores[name], identity=identity, block_tokens=tokens, pages=pages, clock=clock)
+        for name in ("host", "disk")
+        if name in stores
+    }
+    index = residency if residency is not None else open_residency(config, metrics=cache.metrics)
+    publisher = Publisher(index, config, holdings=holdings, clock=clock, metrics=cache.metrics)
+    try:
+        cache.announce(publisher)
+    except BaseException:
+        publisher.close()
+        raise
+    return publisher
+
+
 def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics | None = None) -> "HostCache | None":
     """Host memory for pages, or None, said in the log: then the tier is disabled, and the rest goes on."""
     from headwater.transfer.arena import create_host_cache  # torch takes a second to load; stores do without
@@ -168,6 +307,9 @@ def open_engine(
                 stores = {}
             else:
                 staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
+                for store in stores.values():
+                    if isinstance(store, Registering):
+                        store.register(pages.memory)
         cache_config = CacheConfig(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,
@@ -177,6 +319,10 @@ def open_engine(
         cache = stack.enter_context(
             open_cache(cache_config, stores, staging, layout=layout, identity=model.identity.digest, metrics=metrics)
         )
+        if config.residency is not None:
+            told = ResidencyConfig(url=config.residency, node=config.node or default_node())
+            publisher = open_publisher(cache, told, stores, identity=model.identity.digest)
+            stack.callback(publisher.close)
         stack.callback(cache.drain, _DRAIN_S)
         limits = EngineConfig(
             max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
@@ -219,4 +365,27 @@ def _open_tiers(
         store = stack.enter_context(open_tier(store_config, metrics=metrics, progress=progress))
         if not isinstance(store, DisabledStore):
             stores[name] = store
+    if config.pool is not None:
+        try:
+            stores["pool"] = stack.enter_context(open_pool(config.pool, metrics=metrics, progress=progress))
+        except (StoreError, NotInstalled) as error:
+            log.warning("tier disabled: %s", error)
+            metrics.event("tier_disabled", tier="pool", reason=str(error))
     return stores
+
+
+def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | None = None) -> Store:
+    """The store that is shared with others, by its address. Raises InvalidConfig, or what says what to do about it."""
+    kind = pool_kind(url)
+    if kind == "local":
+        path = Path(url.partition(":")[2])
+        new = not (path / directory.SLAB).exists()
+        limit = LocalStoreConfig(directory=path, limit_bytes=DISK_BYTES if new else None)
+        return open_local(limit, metrics=metrics, progress=progress)
+    if kind == "redis":
+        from headwater.storage.redis import RedisStore  # an extra
+
+        return RedisStore(url)
+    from headwater.storage.mooncake import MooncakeStore  # an extra
+
+    return MooncakeStore(url)

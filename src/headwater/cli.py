@@ -60,6 +60,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+pool = typer.Typer(help="A Mooncake pool on this machine, shared by its processes.", no_args_is_help=True)
+app.add_typer(pool, name="pool")
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -144,11 +146,19 @@ def verify(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="A pool to try: mooncake://, redis:// or local:DIR.", show_default="$HEADWATER_POOL"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Say what this machine allows, and what to do about the rest; exit code 1 if something needed is broken."""
     from headwater import doctor as looks
 
-    found = looks.examine()
+    found = looks.examine(pool=pool or config.default_pool())
     _print_json({"command": "doctor", **looks.document(found)}) if as_json else draw.doctor(found)
     if not found.ok:
         raise typer.Exit(1)
@@ -247,6 +257,33 @@ def bench_copy(
     _print_json(report.document()) if as_json else draw.copies(report)
     if not report.results["correct"]:
         raise typer.Exit(1)
+
+
+@bench.command("pool")
+def bench_pool(
+    stores: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Stores to measure.", show_default="all that can be had")
+    ] = None,
+    page_kib: Annotated[str, typer.Option(metavar="N,...", help="Sizes of a page.")] = "128,1024,4096",
+    batch: Annotated[int, typer.Option(help="Pages in one call.")] = 32,
+    round_mib: Annotated[int, typer.Option(help="Data of one round.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Rounds; figures are medians.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Put pages into shared pools and read them back, beside memcpy and the pools' bare clients. Starts its servers."""
+    from headwater.bench import pool as pools
+    from headwater.bench.pool_ways import NAMES
+
+    options = pools.Options(
+        stores=tuple(stores.split(",")) if stores is not None else NAMES,
+        page_kib=tuple(_numbers("page-kib", page_kib)),
+        batch_pages=batch,
+        round_mib=round_mib,
+        rounds=rounds,
+    )
+    with draw.progress() as tell:
+        report = pools.run(options, tell=tell)
+    _print_json(report.document()) if as_json else draw.pools(report)
 
 
 @bench.command("serve")
@@ -348,6 +385,32 @@ def serve(
     disk_mib: Annotated[
         int | None, typer.Option(help="Its size; 0: no disk tier.", show_default="its own, 1024 for a new one")
     ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A pool shared with others: mooncake://HOST:PORT, redis://HOST:PORT or local:DIR.",
+            show_default="$HEADWATER_POOL, or none",
+        ),
+    ] = None,
+    residency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where others are told what is held here: redis://HOST:PORT.",
+            show_default="$HEADWATER_RESIDENCY, or nowhere",
+        ),
+    ] = None,
+    node: Annotated[
+        str | None,
+        typer.Option(help="What this server is called there.", show_default="$HEADWATER_NODE, or machine and process"),
+    ] = None,
+    index_only: Annotated[
+        bool,
+        typer.Option(
+            "--index-only", help="Keep the residency index, and move no data to or from a pool ($HEADWATER_INDEX_ONLY)."
+        ),
+    ] = False,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every prompt in full, and keep nothing: to compare.")
     ] = False,
@@ -357,7 +420,7 @@ def serve(
     max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
 ) -> None:
-    """Serve a model over OpenAI's API, with its KV cached on the device, in host memory and on disk."""
+    """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -377,6 +440,10 @@ def serve(
         host_bytes=host_mib << 20 if host_mib else None,
         disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 and not no_cache else None,
         disk_bytes=disk_mib << 20 if disk_mib else None,
+        pool=pool or (None if no_cache else config.default_pool()),
+        residency=residency or (None if no_cache else config.default_residency()),
+        node=node,
+        index_only=index_only or config.index_only(),
         max_body_bytes=max_body_mib << 20,
         max_running=max_running,
         max_waiting=max_waiting,
@@ -385,6 +452,56 @@ def serve(
         cache=not no_cache,
     )
     start.run(options, any_port=port is None, say=typer.echo)
+
+
+# --- a pool on this machine -------------------------------------------------------------------------------------------
+
+PoolDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where it is written down what was started.",
+        show_default="$XDG_RUNTIME_DIR/headwater-pool, or in /tmp",
+    ),
+]
+
+
+@pool.command("up")
+def pool_up(
+    size: Annotated[str, typer.Option(help="Memory that it keeps pages in, like 2GiB.")] = "2GiB",
+    directory: PoolDirectory = None,
+    as_json: Json = False,
+) -> None:
+    """Start a master and a client in the background, unless they run; say how to use them."""
+    from headwater.pool import local
+    from headwater.storage.mooncake_config import parse_size
+
+    found = local.up(directory or config.default_pool_directory(), segment_bytes=parse_size(size))
+    _print_json({"command": "pool up", **found.document()}) if as_json else draw.pool(found)
+
+
+@pool.command("down")
+def pool_down(directory: PoolDirectory = None, as_json: Json = False) -> None:
+    """End them, with all that they hold."""
+    from headwater.pool import local
+
+    path = directory or config.default_pool_directory()
+    num_ended = local.down(path)
+    if as_json:
+        _print_json({"command": "pool down", "directory": str(path), "num_ended": num_ended})
+    else:
+        typer.echo(f"{num_ended} processes ended" if num_ended else f"there is no pool in {path}")
+
+
+@pool.command("status")
+def pool_status(directory: PoolDirectory = None, as_json: Json = False) -> None:
+    """Show what runs, where, and what it holds; exit code 1 if it does not run."""
+    from headwater.pool import local
+
+    found = local.status(directory or config.default_pool_directory())
+    _print_json({"command": "pool status", **found.document()}) if as_json else draw.pool(found)
+    if not found.up:
+        raise typer.Exit(1)
 
 
 # --- replays ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ rather than believing versions: registers memory, runs the kernels and compares 
 """
 
 import mmap
+import os
 import platform
 import resource
 import shutil
@@ -23,12 +24,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from headwater import __version__
-from headwater.core.errors import HeadwaterError, HostTierUnavailable
+from headwater.build import open_pool
+from headwater.config import pool_kind
+from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
 from headwater.layout.digest import plane_digests
-from headwater.layout.frame import frame_bytes, header_bytes
+from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import opaque_layout
+from headwater.pool.diagnosis import diagnose
 from headwater.storage import directory
+from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.verified import VerifiedStore
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +51,7 @@ _TRY_BYTES: Final = 64 << 20
 _ROOM_HINT: Final = "the host tier lives there; in a container: --shm-size=16g, or mount a tmpfs"
 _LOCK_HINT: Final = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
 _NVIDIA_SMI_S: Final = 10.0
+_POOL_S: Final = 5.0
 _PLANES: Final = 64
 _PLANE_BYTES: Final = 128 << 10  # 64 of them: a block of 64 tokens of a usual model
 _COPIED_BLOCKS: Final = (1, 8, 32)
@@ -85,8 +92,13 @@ class Findings:
         return all(check.state != FAIL for check in self.checks)
 
 
-def examine() -> Findings:
-    """Look, and try. Blocks for seconds: the kernels may have to be compiled."""
+def examine(*, pool: str | None = None) -> Findings:
+    """Look, and try; a pool too, by its address. Blocks for seconds: the kernels may have to be compiled."""
+    found = _machine()
+    return found if pool is None else Findings([*found.checks, *_pool(pool)], found.copies)
+
+
+def _machine() -> Findings:
     checks = [
         Check("python", OK, f"{platform.python_version()}, headwater {__version__}"),
         *_packages(),
@@ -118,6 +130,36 @@ def document(found: Findings) -> dict[str, Any]:
         "checks": [{name: getattr(check, name) for name in Check.__slots__} for check in found.checks],
         "copies": [{name: getattr(row, name) for name in Copied.__slots__} for row in found.copies],
     }
+
+
+def _pool(url: str) -> list[Check]:
+    """Whether a page can be written to a pool and read back."""
+    try:
+        kind = pool_kind(url)
+        if kind == "mooncake":
+            return [Check(one.name, one.state, one.found, one.hint) for one in diagnose(url)]
+        with open_pool(url) as store:
+            return [_try_pool(store)]
+    except InvalidConfig as error:
+        return [
+            Check("pool", FAIL, str(error), "`headwater pool up` starts one on this machine, and prints its address")
+        ]
+    except HeadwaterError as error:
+        return [Check("pool", FAIL, str(error))]
+
+
+def _try_pool(store: Store) -> Check:
+    sizes = (4096,)
+    meta = PageMeta(key=os.urandom(32), identity=bytes(32), parent=os.urandom(32), depth=0, valid_tokens=1)
+    frame, back = (memoryview(bytearray(frame_bytes(sizes))) for _ in range(2))
+    seal(frame, meta, opaque_layout(sizes, block_tokens=1), now_ms=0)
+    reader = VerifiedStore(store, identity=meta.identity, plane_bytes=sizes)
+    (put,) = store.put([(meta.name, frame)], deadline=Deadline.after(_POOL_S))
+    (got,) = reader.get_into([(meta.name, back)], deadline=Deadline.after(_POOL_S))
+    store.delete([meta.name], deadline=Deadline.after(_POOL_S))
+    if got is not GetStatus.HIT or back != frame:
+        return Check("pool", FAIL, f"a page was {put.value}, and then {got.value}", "is it full, or read-only?")
+    return Check("pool", OK, "a page was written, read back and verified")
 
 
 # --- what there is ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from headwater.storage import audit
 if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need
     from headwater.doctor import Findings
+    from headwater.pool.local import PoolStatus
     from headwater.replay.sweep import Sweep
     from headwater.verify import Case
 
@@ -152,6 +153,22 @@ def copies(result: Report) -> None:
         output().print(Text(document["notes"]["device"]), style="yellow", soft_wrap=True)
 
 
+def pools(result: Report) -> None:
+    """A line per store and page size: GB/s through us, and the share of memcpy and of the bare client."""
+    table = _table("store", "page", "put", "of memcpy", "of bare", "get", "of memcpy", "of bare", "checks/s", text=1)
+    for row in result.results["rows"]:
+        page = size(row["page_kib"] << 10)
+        if "skipped" in row:
+            table.add_row(row["store"], page, Text(row["skipped"], style="yellow"))
+            continue
+        figures = [row[f"{what}{name}"] for what in ("put", "get") for name in ("_gbs", "_memcpy_ratio", "_ratio")]
+        shown = ["" if figure is None else f"{figure:.2f}" for figure in figures]
+        table.add_row(row["store"], page, *shown, f"{row['checks_per_s_512']:,.0f}")
+    output().print(table)
+    if "residency_lookups_per_s" in result.results:
+        output().print(f"residency: {result.results['residency_lookups_per_s']:,.0f} blocks looked up per second")
+
+
 def doctor(found: "Findings") -> None:
     """Draw what this machine allows, and how its copies do."""
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -175,6 +192,28 @@ def doctor(found: "Findings") -> None:
         output().print(Text(f"Headwater works here; could be better: {', '.join(named['warn'])}"), style="yellow")
     else:
         output().print("all is well", style="green")
+
+
+def pool(found: "PoolStatus") -> None:
+    """Draw a local pool: its processes, what it holds, how to use it."""
+    if found.servers:
+        table = _table("", "process", "", "listens on", text=4)
+        for server in found.servers:
+            state = Text("runs", style="green") if server.running else Text("ended", style="bold red")
+            table.add_row(server.name, str(server.pid), state, Text(", ".join(server.listens_on)))
+        output().print(table)
+    if found.capacity_bytes is not None and found.used_bytes is not None:
+        held = f"{found.num_objects:,} objects, {size(found.used_bytes)} of {size(found.capacity_bytes)} used"
+        output().print(Text(f"{held}, {found.num_clients} clients"))
+    others = [where for server in found.servers for where in server.open_to_others]
+    if others:
+        warning = f"not on loopback only, and nobody is asked for a password: {', '.join(others)} (docs/STORES.md)"
+        output().print(Text(warning), style="yellow", soft_wrap=True)
+    if found.up:
+        output().print("started" if found.started else "up", style="green")
+        output().print(Text(f"headwater serve --pool '{found.url}'"), soft_wrap=True)
+    else:
+        output().print(Text(f"down: {found.why}"), style="red", soft_wrap=True)
 
 
 def replays(found: "Sweep") -> None:
