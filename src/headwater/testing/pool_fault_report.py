@@ -7,8 +7,8 @@ was ready to run and had no processor. A process that merely did not run Python 
 lock) proves nothing: that is reported as `held_s`, and its calls are late.
 
 *Full speed again* is judged for each worker alone: good pages per second (verified, or held by the store after a put)
-in the first window of `WINDOW_S` behind the repair that reaches `SPEED` of what it was before a strike, at its best. One
-window may be luck, so there is a second look: from `RECOVERY_S` behind a repair to the next strike all readers
+in the first window of `WINDOW_S` behind the repair that reaches `SPEED` of what it was before a strike, at its best.
+One window may be luck, so there is a second look: from `RECOVERY_S` behind a repair to the next strike all readers
 together, and all writers, reach it too, in the median of the rounds.
 """
 
