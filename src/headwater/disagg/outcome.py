@@ -1,0 +1,129 @@
+"""What can come of a handoff, at both ends, in plain values: done, or how far it got and why not further."""
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headwater.disagg.protocol import Ticket
+from headwater.storage.base import GetStatus, PutStatus
+from headwater.storage.pending import CallEnd, Pending
+from headwater.transfer.row import Reached, Why
+
+
+class Reason(enum.StrEnum):
+    """Why a handoff ended before its end."""
+
+    MISSING = "missing"  # the pool does not have a block, or not any more
+    DAMAGED = "damaged"  # what it had was cut, or its bytes did not fit their digests
+    FOREIGN = "foreign"  # what it had is another page, or no such tail
+    EXPIRED = "expired"
+    UNKNOWN_VERSION = "unknown_version"  # somebody newer wrote it
+    FULL = "full"  # the pool has no room
+    LATE = "late"  # not done by the deadline
+    DOWN = "down"  # the pool was not asked: it is left alone after failures, or its calls do not return
+    FAILED = "failed"  # the pool or the device raised, or said that it failed
+    CANCELLED = "cancelled"
+    REFUSED = "refused"  # the ticket is not for this node, or the page not for this pool
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How far one page's worth of every block came (`mover.py`). No reason: to the end."""
+
+    num_blocks: int  # in a row, from the prompt's first
+    reason: Reason | None = None
+    detail: str = ""  # for people
+    num_bytes: int = 0
+    num_tries: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Every block is in the pool, and here is the ticket."""
+
+    ticket: Ticket
+    num_bytes: int  # that were written: what the pool had already was not
+    num_tries: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsent:
+    """There is no ticket. The first `num_blocks` blocks are in the pool all the same."""
+
+    num_blocks: int
+    reason: Reason
+    detail: str
+    num_tries: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """Every block is in its slot, verified."""
+
+    num_blocks: int  # that were read
+    num_bytes: int
+    num_tries: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Not every block came. Those before `first_block` are in their slots, verified; the rest is to be computed."""
+
+    first_block: int  # counted from the prompt's first
+    reason: Reason
+    detail: str
+    num_tries: int
+    seconds: float
+
+
+#: Worth another try, if there is time: what was bad was removed, what is missing may be on its way.
+AGAIN_READ: Final = frozenset({Reason.MISSING, Reason.DAMAGED, Reason.FOREIGN, Reason.FAILED, Reason.LATE})
+AGAIN_WRITE: Final = frozenset({Reason.MISSING, Reason.FAILED})
+
+_STATUSES: Final[dict[str, Reason]] = {
+    GetStatus.MISS: Reason.MISSING,
+    GetStatus.LATE: Reason.LATE,
+    GetStatus.FAILED: Reason.FAILED,
+    GetStatus.CORRUPT: Reason.DAMAGED,
+    GetStatus.SHORT: Reason.DAMAGED,
+    GetStatus.FOREIGN: Reason.FOREIGN,
+    GetStatus.STALE: Reason.EXPIRED,
+    GetStatus.UNKNOWN_VERSION: Reason.UNKNOWN_VERSION,
+    PutStatus.NO_ROOM: Reason.FULL,
+    PutStatus.NO_PARENT: Reason.MISSING,
+    PutStatus.REFUSED: Reason.REFUSED,
+}
+_ENDS: Final = {
+    CallEnd.LATE: Reason.LATE,
+    CallEnd.RAISED: Reason.FAILED,
+    CallEnd.LEFT_ALONE: Reason.DOWN,
+    CallEnd.NO_THREAD: Reason.DOWN,
+    CallEnd.CLOSED: Reason.CANCELLED,
+}
+_WHYS: Final = {
+    Why.SLICE_TIMEOUT: Reason.LATE,
+    Why.TOTAL_TIMEOUT: Reason.LATE,
+    Why.ERROR: Reason.FAILED,
+    Why.STORE_DOWN: Reason.DOWN,
+    Why.CANCELLED: Reason.CANCELLED,
+}
+
+
+def why_row(reached: Reached) -> Reason | None:
+    """Why a row ended; None: it is whole."""
+    if reached.why is Why.WHOLE:
+        return None
+    return _WHYS.get(reached.why) or _STATUSES.get(reached.status, Reason.FAILED)
+
+
+def why_call(call: Pending[Any]) -> Reason | None:
+    """Why a call got no answer of its store; None: it did."""
+    return _ENDS.get(call.end) if call.end is not None else Reason.LATE
+
+
+def why_status(status: GetStatus | PutStatus) -> Reason | None:
+    """Why a page was not had or not taken; None: it was."""
+    return None if status is GetStatus.HIT or status in (PutStatus.STORED, PutStatus.EXISTS) else _STATUSES[status]
