@@ -4,6 +4,7 @@ Where pages have addresses, each plane is copied straight into a reserved slot a
 cache; elsewhere the frame is sealed where it lies and put. What a copy engine does on a GPU, on a CPU.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -73,11 +74,17 @@ def _put_beside(
     parts = [pages[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     results: list[PutStatus] = []
     with ThreadPoolExecutor(1, "headwater seal") as beside:
-        sealed = [beside.submit(seal_pages, part, layout, now_ms=now_ms) for part in parts]
+        sealed = [beside.submit(_seal_and_yield, part, layout, now_ms) for part in parts]
         for part, one in zip(parts, sealed, strict=True):
             one.result()
             results += store.put([(meta.name, frame) for meta, frame in part], deadline=deadline)
     return results
+
+
+def _seal_and_yield(pages: Sequence[tuple[PageMeta, memoryview]], layout: KVLayout, now_ms: int) -> None:
+    for meta, frame in pages:
+        seal(frame, meta, layout, now_ms=now_ms)
+        time.sleep(0)  # digests of small planes keep the GIL, and the store's next call would wait 5 ms for it
 
 
 def _put_in_place(

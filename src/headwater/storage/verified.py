@@ -10,6 +10,7 @@ asked whether it still holds the page. A copy engine that digests what it copies
 and what their digests must be, `settle` hears what it found.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -195,11 +196,15 @@ class VerifiedStore(Store):
         if self._closed:
             raise ResourceClosed("the store is closed")
 
-    def _judge_all(self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus]) -> list[GetStatus]:
-        return [
-            self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status)
-            for (name, buffer), status in zip(pages, got, strict=True)
-        ]
+    def _judge_all(
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, yields: bool = False
+    ) -> list[GetStatus]:
+        results = []
+        for (name, buffer), status in zip(pages, got, strict=True):
+            results.append(self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status))
+            if yields:
+                time.sleep(0)  # digests of small planes keep the GIL, and the store's next call would wait 5 ms for it
+        return results
 
     def _learn(
         self, pages: Sequence[tuple[PageName, memoryview]], results: Sequence[GetStatus], deadline: Deadline
@@ -219,7 +224,8 @@ class VerifiedStore(Store):
             *first, last = reversed(portions(len(pages), self._store.portion_bytes // self.frame_bytes) or [0])
             for size in first:
                 asked = pages[start : start + size]
-                judged.append(beside.submit(self._judge_all, asked, self._store.get_into(asked, deadline=deadline)))
+                got = self._store.get_into(asked, deadline=deadline)
+                judged.append(beside.submit(self._judge_all, asked, got, yields=True))
                 start += size
             asked = pages[start : start + last]
             rest = self._judge_all(asked, self._store.get_into(asked, deadline=deadline))
