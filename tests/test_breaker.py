@@ -22,7 +22,7 @@ class BreakerMachine(RuleBasedStateMachine):
     )
     def begin(self, failures: int, pause_s: float, max_pause_s: float | None) -> None:
         options = {} if max_pause_s is None else {"max_pause_s": max_pause_s}
-        self.max_pause_s = max_pause_s or MAX_PAUSE_S
+        self.max_pause_s = max(pause_s, max_pause_s or MAX_PAUSE_S)
         self.breaker = Breaker(failures=failures, pause_s=pause_s, **options)
         self.allowed, self.first_pause_s, self.pause_s = failures, pause_s, pause_s
         self.state, self.row, self.until_s, self.now_s = BreakerState.CLOSED, 0, 0.0, 0.0
@@ -105,11 +105,11 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None
     assert breaker.allows(6.0)
 
 
-def test_pauses_double_up_to_a_minute_and_begin_again() -> None:
-    breaker = Breaker(failures=1, pause_s=10.0)
+def test_pauses_double_up_to_four_seconds_and_begin_again() -> None:
+    breaker = Breaker(failures=1, pause_s=0.75)
     now_s = 0.0
     assert breaker.failed(now_s)
-    for pause_s in (10.0, 20.0, 40.0, 60.0, 60.0):
+    for pause_s in (0.75, 1.5, 3.0, 4.0, 4.0):
         assert not breaker.allows(now_s + pause_s - 0.5)
         now_s += pause_s
         assert breaker.allows(now_s)

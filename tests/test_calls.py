@@ -339,7 +339,7 @@ def test_a_dead_store_costs_one_probe_and_is_used_again_when_it_is_back(bench: C
     for _ in range(3):
         put().wait()
     assert one.metrics.value("breaker_state", tier="pool") == 2
-    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+    for pause_s in (1.0, 2.0, 4.0, 4.0, 4.0):
         before = one.hanging.num_asked()
         clock.advance(pause_s - 0.01)
         assert not ready()

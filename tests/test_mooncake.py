@@ -453,7 +453,10 @@ def test_the_client_process_that_shares_memory_is_killed_and_comes_back() -> Non
             assert work() == FAILED[call]
             assert time.monotonic() - start_s < 3
         pool.start_client()
-        _works_again(store, page)  # its own connection comes back by itself, and with it the shared memory
+        _works_again(store, page)
+        assert store._engine.config.shm is None  # over TCP: the new process does not know our memory
+        assert store.get_into([(page.name, frame)], deadline=soon()) == [GetStatus.HIT]  # which can be used as before
+        assert bytes(frame) == bytes(page.frame)
 
 
 @pytest.mark.parametrize("shm", [False, True])

@@ -75,7 +75,7 @@ class TierConfig:
     max_queued_bytes: int = 1 << 30  # of blocks that wait to be written; what comes on top is dropped, and counted
     max_queued_s: float = 10.0  # the same, by the measured speed of writing
     breaker_failures: int = 3  # calls in a row that fail before the store is left alone
-    breaker_pause_s: float = 1.0  # until one call tries again; doubles each time, up to a minute
+    breaker_pause_s: float = 1.0  # until one call tries again; doubles each time, up to four seconds
 
     def __post_init__(self) -> None:
         """Take plain values where they are clear, refuse what cannot work."""

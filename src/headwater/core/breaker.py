@@ -5,7 +5,7 @@ of call (`cache/placement.py`), who calls a store on threads of its own one per 
 
     CLOSED    --failures in a row-->  OPEN
     OPEN      --pause is over, somebody asks-->  HALF_OPEN (that one may try)
-    HALF_OPEN --success-->  CLOSED          --failure-->  OPEN, for twice as long, up to a minute
+    HALF_OPEN --success-->  CLOSED          --failure-->  OPEN, for twice as long, up to four seconds
               --no proof-->  OPEN, for as long again, or due at once
     any       --off-->  OFF                 --on-->  CLOSED
 """
@@ -13,7 +13,7 @@ of call (`cache/placement.py`), who calls a store on threads of its own one per 
 import enum
 from typing import Final
 
-MAX_PAUSE_S: Final = 60.0
+MAX_PAUSE_S: Final = 4.0  # so that a store that is back is in use again within five seconds
 
 
 class BreakerState(enum.IntEnum):
@@ -32,7 +32,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._allowed = failures
         self._first_pause_s = pause_s
-        self._max_pause_s = max_pause_s
+        self._max_pause_s = max(pause_s, max_pause_s)
         self._pause_s = pause_s
         self._num_failed = 0
         self._until_s = 0.0

@@ -6,6 +6,7 @@ What its client does that a store must not do is mended here, each of it seen on
 - With its master gone every call waits 4.4 s, whatever its options say: here a call is made only while somebody
   listens. The first calls after a restart fail on old connections: they are made again.
 - A call that another thread closes under crashes the process: the last call that is under way closes the engine.
+- Memory is shared with a client process once: one that was started again does not know it. From then on over TCP.
 - Through shared memory, a call that the client gave up after 30 s may still be carried out by the other process, which
   then writes into memory that was given back long ago. Such a call does not return before that memory is taken from
   the other process, and goes on with a new client whose requests cannot be mixed up with the old ones (rules 2, 3).
@@ -15,6 +16,7 @@ So a call may take long; `storage/calls.py` is for who cannot wait. Not here: wh
 """
 
 import ctypes
+import dataclasses
 import importlib
 import logging
 import mmap
@@ -105,6 +107,7 @@ class Engine:
         self._client = self._open()
         if self._client is None:
             raise StoreUnavailable(f"the Mooncake client cannot be opened with {config.url}: see `headwater doctor`")
+        self._up(until)  # from now on a connection that is made anew tells that a server was
 
     # --- calls: one code per key --------------------------------------------------------------------------------------
 
@@ -203,6 +206,8 @@ class Engine:
             try:
                 if client is None or not self._up(deadline):
                     return codes
+                if self._shared_in_vain(client):
+                    continue
                 answers = list(work(client))
                 took_s = time.monotonic() - begin_s
                 codes = answers if len(answers) == num_keys else codes
@@ -276,6 +281,29 @@ class Engine:
         finally:
             with self._lock:
                 self._num_unsure -= 1
+
+    def _shared_in_vain(self, client: Any) -> bool:
+        """Whether the process that shares our memory was started again: from then on bytes go over TCP.
+
+        The new process knows nothing of our memory, and the engine shares the same memory only once: it says -600 for
+        ever, most of the time. True: try again, with the client that is there then.
+        """
+        if self.config.shm is None or self._watches[-1].num_lines <= 1:
+            return False
+        if self._renewing.acquire(blocking=False):
+            try:
+                if self._client is client:
+                    log.warning("the Mooncake client at %s was started again: bytes go over TCP now", self.config.shm)
+                    with self._lock:
+                        self._client = None
+                    self._old.append(client)  # its memory stays as it is: it is ours until the end
+                    *self._watches, local = self._watches
+                    self.config = dataclasses.replace(self.config, shm=None)
+                    local.close()
+                    self._renew()
+            finally:
+                self._renewing.release()
+        return True
 
     def _unshare(self, client: Any) -> None:
         """Until the other process has given all our memory up, or is gone."""

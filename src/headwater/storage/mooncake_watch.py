@@ -20,6 +20,7 @@ class Watch:
         """Connects when first asked."""
         self.where = (host, port)
         self._lock = threading.Lock()
+        self.num_lines = 0  # connections so far: one more, and who listens may be another process
         self._line: socket.socket | None = None
         self._closed = False
 
@@ -38,6 +39,7 @@ class Watch:
             except OSError:
                 return False
             self._line.settimeout(0)
+            self.num_lines += 1
             return True
 
     def close(self) -> None:

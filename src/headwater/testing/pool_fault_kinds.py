@@ -179,7 +179,7 @@ class OwnerKilled(Fault):
         self.scene.num_injected += 1
         if self.scene.num_injected % 2:
             self.scene.pool.kill_client()
-            time.sleep(seconds)
+            time.sleep(self.scene.rng.choice([0.0, seconds]))  # it may be back before anybody noticed
             self.scene.pool.start_client()
         else:
             self._donor.kill()
@@ -215,7 +215,7 @@ class Damaged(_ByVandal):
 
 
 class BadFirst(_ByVandal):
-    """A quarter of all pages has a bad first value before any writer comes. The strike is that all come."""
+    """Half of all pages have a bad first value before any writer comes. The strike is that all come."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -228,7 +228,7 @@ class BadFirst(_ByVandal):
         self.scene.enter_next_epoch()
 
     def _spoil(self, epoch: int) -> None:
-        self.scene.num_injected += self.ask("bad_first", epoch, 0.25)
+        self.scene.num_injected += self.ask("bad_first", epoch, 0.5)
 
 
 class PutterKilled(_ByVandal):

@@ -26,6 +26,8 @@ STEP_S: Final = 0.1
 SPEED: Final = 0.8
 RECOVERY_S: Final = 5.0
 BASE_S: Final = 2.5
+BAD: Final = 0.02
+_FAULTS: Final = frozenset({"corrupt", "foreign", "short"})
 
 Span = tuple[float, float]
 
@@ -123,15 +125,15 @@ def recovery_s(calls: Sequence[Call], one: Round, base: float, stalls: Sequence[
 def speed_after(records: Sequence[Record], one: Round, rounds: Sequence[Round]) -> float | None:
     """How fast workers together are from `RECOVERY_S` behind a repair on, as a part of what they were at their best."""
     since_s = one.repaired_s + RECOVERY_S
-    before = sum(base_speed(record.calls, rounds) for record in records)
+    before = base_speed(records, rounds)
     after = sum(Pages(record.calls).per_second(since_s, one.until_s) for record in records)
     return round(after / before, 2) if before and one.until_s - since_s >= WINDOW_S else None
 
 
-def base_speed(calls: Sequence[Call], rounds: Sequence[Round]) -> float:
+def base_speed(records: Sequence[Record], rounds: Sequence[Round]) -> float:
     """Good pages per second before a strike, of all the most: what an earlier strike left behind is no excuse."""
-    pages = Pages(calls)
-    return max(pages.per_second(one.begin_s - BASE_S, one.begin_s) for one in rounds)
+    pages = [Pages(record.calls) for record in records]
+    return max(sum(some.per_second(one.begin_s - BASE_S, one.begin_s) for some in pages) for one in rounds)
 
 
 class Pages:
@@ -157,6 +159,7 @@ def judge(
     for call in calls:
         statuses.update({f"{call.kind}:{status}": number for status, number in call.statuses.items()})
     late, times = _judge_times(records, seen)
+    bad, bad_after = _judge_bad(calls, rounds)
     slow, speeds = _judge_speed(records, rounds, seen)
     idle = [f"{record.name} got nothing done" for record in records if not any(one.good_pages for one in record.calls)]
     wrong = [f"{record.name}: {what}" for record in records for what in record.wrong]
@@ -172,9 +175,10 @@ def judge(
         "late_calls": len(late),
         **times,
         **speeds,
+        "bad_after": bad_after,
         "statuses": dict(sorted(statuses.items())),
         "notes": dict(sorted(sum((record.notes for record in records), Counter[str]()).items())),
-        "problems": [*wrong[:5], *late[:5], *slow, *idle],
+        "problems": [*wrong[:5], *late[:5], *bad, *slow, *idle],
     }
 
 
@@ -201,6 +205,20 @@ def _judge_times(records: Sequence[Record], seen: Sequence[Span]) -> tuple[list[
     return late, {what: round(value, 3) for what, value in times.items()}
 
 
+def _judge_bad(calls: Sequence[Call], rounds: Sequence[Round]) -> tuple[list[str], int]:
+    """Bad pages that readers still found long after a repair. Who finds one removes it, so there are next to none.
+
+    A page that somebody deletes while it is read may turn out bad, and is counted too: `BAD` of all are nothing.
+    """
+    checked, bad = 0, 0
+    for one in rounds:
+        for call in calls:
+            if call.kind == "check" and one.repaired_s + RECOVERY_S <= call.begin_s < one.until_s:
+                checked += sum(call.statuses.values())
+                bad += sum(number for status, number in call.statuses.items() if status in _FAULTS)
+    return [f"{bad} of {checked} pages are bad long after a repair"] if bad > BAD * checked else [], bad
+
+
 def _judge_speed(
     records: Sequence[Record], rounds: Sequence[Round], seen: Sequence[Span]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -208,7 +226,7 @@ def _judge_speed(
     fit = [one for one in rounds if one.until_s - one.repaired_s >= RECOVERY_S]
     worst: list[float | None] = []
     for one in fit:
-        each = [recovery_s(record.calls, one, base_speed(record.calls, rounds), seen) for record in records]
+        each = [recovery_s(record.calls, one, base_speed([record], rounds), seen) for record in records]
         worst.append(None if None in each else max(took_s or 0.0 for took_s in each))
     known = [took_s for took_s in worst if took_s is not None]
     num_slow = len(worst) - sum(took_s <= RECOVERY_S for took_s in known)

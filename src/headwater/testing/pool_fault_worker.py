@@ -5,7 +5,8 @@ byte of every page that was verified with what its name says: at once, and again
 used for something else, because a transfer that was given up must not arrive there. What it saw it writes to a log, one
 line of JSON for each fact, before anything else happens.
 
-Memory goes back to its pool when the call that has it returned, and when its reader is done: rule 3.
+Memory goes back to its pool when the call that has it returned, and its reader is done; from then on nobody may write
+there (rule 3), which is looked at when it is given out again.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
+import xxhash
 
 from headwater.core.page import PageName
 from headwater.layout.frame import frame_bytes
@@ -52,23 +54,30 @@ def world(epoch: int, chain: int) -> list[SamplePage]:
 
 
 class _Sets:
-    """Memory for chains, given out again only when nobody has it any more."""
+    """Memory for chains, given out again only when nobody has it any more, and looked at whether that was so."""
 
-    def __init__(self, store: MooncakeStore) -> None:
+    def __init__(self, store: MooncakeStore, log: Log) -> None:
         room = -(-FRAME_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = store.memory(_NUM_SETS * DEPTH * room)
         frames = [memory[i * room : i * room + FRAME_BYTES] for i in range(_NUM_SETS * DEPTH)]
-        self._free = deque(frames[i : i + DEPTH] for i in range(0, len(frames), DEPTH))
+        sets = [frames[i : i + DEPTH] for i in range(0, len(frames), DEPTH)]
+        self._free = deque((one, _digests(one)) for one in sets)
+        self._log = log
 
     def take(self, num_owners: int) -> "_Taken | None":
-        return _Taken(self._free, num_owners) if self._free else None
+        if not self._free:
+            return None
+        frames, digests = self._free.popleft()
+        if _digests(frames) != digests:
+            self._log.say("wrong", 1, "somebody wrote into memory that was given back")
+        return _Taken(self._free, frames, num_owners)
 
 
 class _Taken:
-    def __init__(self, free: deque[list[memoryview]], num_owners: int) -> None:
-        self.frames = free.popleft()
+    def __init__(self, free: deque[tuple[list[memoryview], list[int]]], frames: list[memoryview], owners: int) -> None:
+        self.frames = frames
         self._free = free
-        self._left = num_owners
+        self._left = owners
         self._lock = threading.Lock()
 
     def give_back(self) -> None:
@@ -77,7 +86,11 @@ class _Taken:
             self._left -= 1
             last = not self._left
         if last:
-            self._free.append(self.frames)
+            self._free.append((self.frames, _digests(self.frames)))
+
+
+def _digests(frames: Sequence[memoryview]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(frame) for frame in frames]
 
 
 class Worker:
@@ -97,7 +110,7 @@ class Worker:
         self._told_to_end = False
         signal.signal(signal.SIGTERM, self._end)
         self._store = MooncakeStore(url)
-        self._sets = _Sets(self._store)
+        self._sets = _Sets(self._store, self._log)
         self._calls = Calls(self._store, breaker_pause_s=0.25, breaker_max_pause_s=1.0)
         self._reader = VerifiedStore(BoundedStore(self._calls), identity=IDENTITY, plane_bytes=PLANES)
         self._kept: deque[tuple[_Taken, list[tuple[SamplePage, memoryview]]]] = deque()
@@ -134,8 +147,8 @@ class Worker:
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     def write(self, pages: list[SamplePage]) -> None:
-        """Put a chain; now and then remove it before, so that there is always something to store."""
-        if self._rng.random() < 0.15:
+        """Put a chain. Some are now and then removed before, so that there is always something to store."""
+        if pages[0].meta.key[0] % 3 == 0 and self._rng.random() < 0.5:
             names = [page.name for page in pages]
             self._timed(lambda deadline: self._calls.delete(names, deadline=deadline))
         taken = self._sets.take(1)

@@ -90,10 +90,11 @@ def run(name: str, *, seconds: float, seed: int = 0, pace: float = PACE, inject:
                 child.kill()
             scene.close()
         records = [_read(Path(place) / f"{one}.log", one) for one in workers]
-    died += [f"{one.name} did not end" for one in records if not one.ended and one.name not in " ".join(died)]
-    workers_said = [one for one in records if not one.name.startswith("witness")]
+    for one in records:
+        if not one.ended:
+            died.setdefault(one.name, "did not say that it ended")
     witnesses = [one for one in records if one.name.startswith("witness")]
-    result = judge(workers_said, witnesses, rounds, seconds=seconds)
+    result = judge([one for one in records if one not in witnesses], witnesses, rounds, seconds=seconds)
     result |= {"faults_injected": scene.num_injected, "died": died, "notes": result["notes"] | scene.notes}
     good = not (died or result["problems"] or result["wrong_bytes"] or result["late_calls"])
     return {"ok": good and scene.num_injected > 0 and result["hits"] > 0 and result["stored"] > 0} | result
@@ -154,16 +155,16 @@ def _rounds(fault: Fault, scene: Scene, seconds: float) -> Iterator[Round]:
         yield Round(begin_s, repaired_s, end_s)
 
 
-def _end(workers: dict[str, Child]) -> list[str]:
-    """Ask all to end. Who was dead already, or did not."""
-    died = [
-        f"{name} ended by itself with {child.process.returncode}: {child.last_words()}"
+def _end(workers: dict[str, Child]) -> dict[str, str]:
+    """Ask all to end. Who was dead already, or does not, and what is known of it."""
+    died = {
+        name: f"ended by itself with {child.process.returncode}: {child.last_words()}"
         for name, child in workers.items()
         if child.process.poll() is not None
-    ]
+    }
     for child in workers.values():
         child.process.send_signal(signal.SIGTERM)
-    return died + [f"{name} hangs" for name, child in workers.items() if not child.end(_MOST_S)]
+    return died | {name: "hangs" for name, child in workers.items() if not child.end(_MOST_S)}
 
 
 def _read(log: Path, name: str) -> Record:
