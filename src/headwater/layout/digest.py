@@ -11,6 +11,7 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 XXH3_64: Final = 1  # algorithm id in a frame; a new function gets a new id, ids are never reused
+ALONE_BYTES: Final = 100_000  # of a plane: from here on its digest lets other threads run meanwhile
 _HOT_BYTES: Final = 128 << 10  # copied at a time: still in the core's own cache when it is digested
 
 

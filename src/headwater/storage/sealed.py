@@ -12,6 +12,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from headwater.layout.digest import ALONE_BYTES
 from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into, write_header
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store, portions
@@ -58,7 +59,8 @@ def _pays_beside(store: Store, pages: Sequence[tuple[PageMeta, memoryview]], lay
     """Whether there are several portions, of whole blocks only: sealing those does not raise half-way."""
     size = frame_bytes(layout.plane_bytes)
     whole = all(meta.valid_tokens == layout.block_tokens and len(frame) == size for meta, frame in pages)
-    return whole and 0 < 3 * store.portion_bytes <= size * len(pages)
+    alone = min(layout.plane_bytes) > ALONE_BYTES  # else threads would only wait for each other
+    return whole and alone and 0 < 3 * store.portion_bytes <= size * len(pages)
 
 
 def _put_beside(

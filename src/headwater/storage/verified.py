@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
-from headwater.layout.digest import copy_digests, plane_digests
+from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
 from headwater.layout.frame import Fault, expect, header_bytes, parse, vouched
 from headwater.metrics import Metrics
 from headwater.storage.base import (
@@ -102,7 +102,7 @@ class VerifiedStore(Store):
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
         if isinstance(self._store, Addressable):
             results = self._get_in_place(self._store, pages, deadline)
-        elif self._store.portion_bytes:
+        elif self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
             results = self._get_beside(pages, deadline)
         else:
             portion = 1 if self._store.cheap_calls else max(1, len(pages))
