@@ -632,6 +632,7 @@ def test_nonsense_is_refused_and_changes_nothing() -> None:
         arrived(request="new", root=short): "a block key has 32 bytes",
         arrived(request="new", tenant=b"me"): "a tenant is 16 bytes",
         ev.Wanted(now_s=0.0, request="nobody", num_blocks=1): "there is no request 'nobody'",
+        ev.Wanted(now_s=0.0, request="waits", num_blocks=1, promised="disk"): "there is no store 'disk' to load from",
         ev.GaveUp(now_s=0.0, request="nobody"): "there is no request 'nobody': it has not asked, or has left",
         ev.Left(now_s=0.0, request="nobody"): "there is no request 'nobody'",
         ev.Filled(now_s=0.0, request="nobody", keys=()): "there is no request 'nobody'",

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from headwater.cache.match import Match
+from headwater.cache.records import JobKind
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput, ResourceClosed
@@ -167,16 +168,21 @@ class TieredCache:
             )
             return self.brain.view(request)
 
-    def reserve(self, request: str, num_blocks: int, *, load: bool = True) -> tuple[int, ...] | None:
+    def reserve(
+        self, request: str, num_blocks: int, *, load: bool = True, promised: str = ""
+    ) -> tuple[int, ...] | None:
         """Slots for the first `num_blocks` blocks of a request, in order; None if there is no room now.
 
         Evicts what it must. The first call begins to load what the stores have, if that pays: those slots are not to
-        be used before `poll` says that nothing is loading. Later calls add slots.
+        be used before `poll` says that nothing is loading. Later calls add slots. `promised`: a store that is known to
+        have all blocks of the prompt; it is not asked, and they are loaded whether that pays or not.
         """
         if num_blocks < 0:
             raise InvalidInput(f"a request has no {num_blocks} blocks")
         with self._lock:
-            out = self._handle(ev.Wanted(now_s=self._now_s(), request=request, num_blocks=num_blocks, load=load))
+            out = self._handle(
+                ev.Wanted(now_s=self._now_s(), request=request, num_blocks=num_blocks, load=load, promised=promised)
+            )
             return next((one.slots for one in out if isinstance(one, ev.Granted)), None)
 
     def poll(self, request: str) -> Progress:
@@ -230,6 +236,14 @@ class TieredCache:
         with self._lock:
             self._handle(ev.Filled(now_s=self._now_s(), request=request, keys=tuple(keys)))
             return self.brain.requests[request].hold.num_blocks
+
+    def saving(self, request: str, store: str) -> bool:
+        """Whether blocks of a request are on their way to a store."""
+        with self._lock:
+            record = self.brain.requests.get(request)
+            return record is not None and any(
+                job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+            )
 
     def release(self, request: str) -> ev.Finished | None:
         """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""

@@ -96,14 +96,23 @@ class Loader:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def load(self, request: RequestRecord, now_s: float) -> None:
-        """Load what stores say they have, from the first missing block on, as far as it pays."""
+    def load(self, request: RequestRecord, now_s: float, *, promised: str = "") -> None:
+        """Load what stores say they have, from the first missing block on, as far as it pays.
+
+        A store that is `promised` to have all of them need not say so, and computing is no alternative.
+        """
         end = min(request.num_prompt, request.num_blocks)
+        if promised:
+            if request.base < request.look_start:  # it had to give room since: what stores said is of other blocks
+                request.held.clear()
+                request.look_start = request.base
+            request.held[promised] = bytearray(b"\1") * (request.num_prompt - request.look_start)
+            request.unasked.pop(promised, None)
         at = request.load_end = request.base
         while at < end and (name := self.where(request, at)) is not None:
             tier, row_end = self._jobs.tiers[name], self._row_end(request, at, end)
             size = self._jobs.block_bytes
-            if not load_pays(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s):
+            if not (promised or load_pays(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)):
                 return
             if not tier.breakers[JobKind.LOAD].would_allow(now_s):  # since it was asked: a slower store may have it too
                 del request.held[name]

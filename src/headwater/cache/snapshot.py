@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from headwater.cache.records import JobKind
@@ -95,6 +96,11 @@ def validate(brain: "Brain") -> None:
     assert len(set(locked)) == len(locked) == counts[SlotState.QUARANTINED], "slots that nobody will free"
     for key, name in brain.pending.items():
         assert key in brain.requests[name].keys, "a block that nobody is about to have"
+    validate_jobs(brain, loading)
+
+
+def validate_jobs(brain: "Brain", loading: Collection[int]) -> None:
+    """Raise AssertionError if jobs belong to nobody, or do not add up. `loading`: loads that requests wait for."""
     queued: Counter[str] = Counter()
     for job in brain.jobs:
         waiting = job.request if job.request is not None and not job.request.gone else None

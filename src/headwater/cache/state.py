@@ -35,7 +35,7 @@ from headwater.core.events import Event, Failure, Instruction
 from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
-from headwater.index.base import PrefixIndex, Victim
+from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
 from headwater.policy import policy_by_name
@@ -50,13 +50,7 @@ class Brain:
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
-        self.index: PrefixIndex = RadixIndex(
-            policy_by_name(config.policy),
-            block_bytes=config.block_bytes,
-            num_ghosts=_GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts,
-            cost=self.cost.block_s if config.weigh_cost else None,
-        )
-        self.slots = DeviceSlots(config.num_slots, self.index)
+        self.index, self.slots = self._device(config)
         self.accounts = Accounts()
         self.moves = Moves()
         self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
@@ -80,6 +74,16 @@ class Brain:
             ev.StoreOff: self._store_off,
             ev.StoreOn: self._store_on,
         }
+
+    def _device(self, config: CacheConfig) -> tuple[PrefixIndex, DeviceSlots]:
+        """What counts the device's blocks and slots."""
+        index = RadixIndex(
+            policy_by_name(config.policy),
+            block_bytes=config.block_bytes,
+            num_ghosts=_GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts,
+            cost=self.cost.block_s if config.weigh_cost else None,
+        )
+        return index, DeviceSlots(config.num_slots, index)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in and say what follows. Raises InvalidInput, and changes nothing, for what makes no sense."""
@@ -120,13 +124,17 @@ class Brain:
             num_prompt=len(keys),
             root=event.root,
             tenant=event.tenant,
-            hold=self.index.hold(keys, now_s=event.now_s),
+            hold=self._first_hold(event),
             resumed=event.resumed,
             asked_s=event.now_s,
         )
         self.requests[event.request] = request
         self.loader.look(request, event.now_s)
         self.saver.hit(request, event.now_s)
+
+    def _first_hold(self, event: ev.Arrived) -> Hold:
+        """What is there of a request's blocks when it arrives."""
+        return self.index.hold(event.keys, now_s=event.now_s)
 
     def view(self, name: str) -> Match:
         """What is there of a request's prompt now. Changes nothing."""
@@ -160,6 +168,8 @@ class Brain:
 
     def _wanted(self, event: ev.Wanted) -> None:
         request = self._request(event.request)
+        if event.promised and event.promised not in self.tiers:
+            raise InvalidInput(f"there is no store {event.promised!r} to load from")
         first = not request.reserved
         if first:
             self._advance(request, event.now_s)
@@ -181,7 +191,7 @@ class Brain:
         if first:
             self.loader.stop_looking(request)
             if event.load:
-                self.loader.load(request, event.now_s)
+                self.loader.load(request, event.now_s, promised=event.promised)
             self._settle(request, event.now_s)
         self._clean(event.now_s)
 

@@ -58,6 +58,7 @@ class Arrived(Event):
     root: BlockKey  # what the first of them builds on
     tenant: bytes = NO_TENANT
     resumed: bool = False  # it was preempted: what it finds is mostly its own, and counts as no hit
+    num_local: int = 0  # of an engine that keeps its blocks itself: how many of them it has
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,19 @@ class Wanted(Event):
     request: str
     num_blocks: int
     load: bool = True
+    promised: str = ""  # a store that is known to have all blocks of the prompt: loaded unasked, whatever it costs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lent(Event):
+    """An engine that allocates by itself says which slots a request's first blocks have: all of them, in order.
+
+    The first time, `num_load` blocks behind those that it had are to be loaded into theirs.
+    """
+
+    request: str
+    slots: tuple[int, ...]
+    num_load: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +283,7 @@ class Lost(Instruction):
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, Wanted, Filled, GaveUp, Left, Paced, Ticked, Copied, JobDone, JobFailed, StoreOff, StoreOn),
+        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Ticked, Copied, JobDone, JobFailed, StoreOff, StoreOn),
         *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }

@@ -79,9 +79,13 @@ class CacheIdentity:
     @cached_property
     def root(self) -> BlockKey:
         """The parent of every first block."""
-        tag = f"headwater/root/{FORMAT}".encode()
-        salt = struct.pack("<I", len(self.salt)) + self.salt
-        return BlockKey(hashlib.sha256(tag + self.digest + salt).digest())
+        return root_of(self.digest, self.salt)
+
+
+def root_of(digest: bytes, salt: bytes = b"") -> BlockKey:
+    """The parent of every first block of a tenant, for who knows an identity by its digest only. Pure."""
+    tag = f"headwater/root/{FORMAT}".encode()
+    return BlockKey(hashlib.sha256(tag + digest + struct.pack("<I", len(salt)) + salt).digest())
 
 
 def config_digest(config: Mapping[str, object]) -> bytes:

@@ -155,7 +155,8 @@ class BrainMachine(RuleBasedStateMachine):
             num_slots = self.world.config.num_slots
             most = num_slots + (dice.random() < 0.1)
             num_blocks = max(0, min(len(guest.keys) + dice.choice((-2, -1, 0, 0, 0, 1, 2, 3, 99)), most))
-            self.world.want(guest, num_blocks, load=dice.random() < 0.8)
+            promised = dice.choice(list(self.world.stores)) if self.world.stores and dice.random() < 0.15 else ""
+            self.world.want(guest, num_blocks, load=dice.random() < 0.8, promised=promised)
 
     def squeeze(self, which: int, path: str, dice: random.Random) -> None:
         """A request wants all slots there are; all who wait ask again; it may leave, and they ask once more."""

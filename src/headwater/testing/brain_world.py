@@ -120,20 +120,24 @@ class World:
             self.origin[key] = (parent, depth, tenant)
             parent = key
 
-    def want(self, guest: Guest, num_blocks: int, *, load: bool = True) -> tuple[int, ...] | None:
-        """A request wants slots."""
+    def want(self, guest: Guest, num_blocks: int, *, load: bool = True, promised: str = "") -> tuple[int, ...] | None:
+        """A request wants slots; somebody may say that a store has all of its prompt, and be wrong."""
         before = guest.table
+        said = {name: set(keys) for name, keys in guest.said.items()}
+        if promised and before is None:
+            guest.said[promised] = set(guest.keys[: guest.num_prompt])
         have = self.num_known(guest.keys) if before is None else len(before)
         room = self._room(guest)
-        event = ev.Wanted(now_s=self.now_s, request=guest.name, num_blocks=num_blocks, load=load)
+        event = ev.Wanted(now_s=self.now_s, request=guest.name, num_blocks=num_blocks, load=load, promised=promised)
         out = self.tell(event, guest, asked=num_blocks)
         if not any(isinstance(one, ev.Granted) for one in out):
+            guest.said = said
             assert num_blocks - have > room, "refused, with enough slots that could be had"
             assert guest.table == before
             assert not any(isinstance(one, ev.Job) for one in out)
             return None
         if before is None and load and guest.base < min(guest.num_prompt, len(guest.table or ())):
-            brain_checks.check_loads(self, guest)
+            brain_checks.check_loads(self, guest, promised)
         return guest.table
 
     def _room(self, guest: Guest) -> int:

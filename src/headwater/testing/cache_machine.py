@@ -91,12 +91,12 @@ class TieredCacheMachine(RuleBasedStateMachine):
         ):
             engine.ask(request)
 
-    @rule(which=WHICH, any_=ANY, more=st.integers(0, 2), load=st.booleans())
-    def reserve(self, which: int, any_: int, more: int, load: bool) -> None:
-        """A request takes slots, or more slots."""
+    @rule(which=WHICH, any_=ANY, more=st.integers(0, 2), load=st.booleans(), promise=st.booleans())
+    def reserve(self, which: int, any_: int, more: int, load: bool, promise: bool) -> None:
+        """A request takes slots, or more slots; somebody may promise that the last store has its prompt."""
         engine, request = self.pick(which, any_)
         if request is not None:
-            engine.reserve(request, more, load=load)
+            engine.reserve(request, more, load=load, promised=[*engine.cache.brain.tiers][-1] if promise else "")
 
     @rule(which=WHICH, any_=ANY, num_blocks=st.integers(1, 5))
     def compute(self, which: int, any_: int, num_blocks: int) -> None:

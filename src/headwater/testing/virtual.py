@@ -268,10 +268,10 @@ class SimulatedEngine:
         assert len(blocks) == match.num_blocks == one.num_prompt
         assert match.num_on_device <= match.num_hit
 
-    def reserve(self, request: str, num_more: int = 1, *, load: bool = True) -> bool:
+    def reserve(self, request: str, num_more: int = 1, *, load: bool = True, promised: str = "") -> bool:
         """It wants slots for its prompt and some more blocks. False: there is no room."""
         one = self.running[request]
-        slots = self.cache.reserve(request, len(one.path) + num_more, load=load)
+        slots = self.cache.reserve(request, len(one.path) + num_more, load=load, promised=promised)
         if slots is None:
             self.tally.refused += 1
             return False

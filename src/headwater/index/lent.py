@@ -1,0 +1,188 @@
+"""The index and the slots of a device that is not ours: an engine allocates and evicts there by itself (vLLM).
+
+Such an engine lends us a request's slots for as long as the request runs, or until what is saved from them was read. It
+does not say which blocks it keeps afterwards, so none is known here: each hold is a path of its own, with the slots of
+its own request, and no two requests ever share one. What is remembered beyond a request is which stores are believed to
+have a block, for so many blocks as were used last: otherwise each turn of a conversation would be written again.
+
+Slots are numbers of the engine's: nothing is free, taken or given back.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.ghosts import Ghosts
+from headwater.index.slots import DeviceSlots, SlotState
+
+UNKNOWN: Final = -1  # the slot of a block that the engine has, until it says where
+
+
+@dataclass(slots=True)
+class _Path:
+    keys: list[BlockKey] = field(default_factory=list)
+    slots: "array[int]" = field(default_factory=lambda: array("q"))
+
+
+class LentIndex(PrefixIndex):
+    """Paths of running requests, and marks by key."""
+
+    def __init__(self, *, num_marks: int) -> None:
+        """`num_marks`: blocks of which it is remembered where they were written."""
+        self.ghosts = Ghosts(0)
+        self._num_marks = num_marks
+        self._marks: OrderedDict[BlockKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        """No block is known for longer than a request has it."""
+        return 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Nothing is ours to evict."""
+        return 0
+
+    def find(self, keys: Sequence[BlockKey]) -> int:
+        """Nothing is known."""
+        return 0
+
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
+        """A path of no blocks: which of them the engine has, it says itself (`take_over`)."""
+        return Hold(_Path(), 0)
+
+    def take_over(self, keys: Sequence[BlockKey]) -> Hold:
+        """A path of blocks that the engine has already, wherever they lie."""
+        return Hold(_Path(list(keys), array("q", [UNKNOWN] * len(keys))), len(keys))
+
+    def place(self, hold: Hold, slots: Sequence[int]) -> None:
+        """The engine says where the first blocks of a path lie. Raises InvalidInput if it said otherwise before."""
+        known = _path(hold).slots
+        given = array("q", slots)
+        if any(old not in (UNKNOWN, new) for old, new in zip(known, given, strict=False)):
+            raise InvalidInput("the engine moved blocks of a request that are in use")
+        known[: len(given)] = given[: len(known)]
+
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
+        """Nobody else's blocks are known."""
+        return 0
+
+    def extend(
+        self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float, seen: bool = False
+    ) -> "array[int]":
+        """Blocks behind a path, in the request's own slots."""
+        path = _path(hold)
+        path.keys.extend(keys)
+        path.slots.extend(slots)
+        hold.num_blocks = len(path.keys)
+        return array("q", slots)
+
+    def release(self, hold: Hold, *, now_s: float) -> None:
+        """The path is forgotten; its pins keep theirs."""
+        hold.at = _Path()
+
+    def pin(self, hold: Hold, num_blocks: int | None = None) -> Hold:
+        """A copy of the path: the request may leave before the job is over."""
+        path = _path(hold)
+        num = len(path.keys) if num_blocks is None else num_blocks
+        return Hold(_Path(path.keys[:num], path.slots[:num]), num)
+
+    def unpin(self, pin: Hold) -> None:
+        """Nothing is kept; it may still be marked."""
+
+    def pin_coldest(self, bit: int) -> Hold | None:
+        """Nothing leaves by our decision."""
+        return None
+
+    def slots(self, hold: Hold, start: int = 0) -> "array[int]":
+        """Slots of a path from `start` on."""
+        return _path(hold).slots[start:]
+
+    def keys(self, hold: Hold, start: int = 0) -> list[BlockKey]:
+        """Keys of a path from `start` on."""
+        return _path(hold).keys[start:]
+
+    def num_hot(self, hold: Hold, hits: int) -> int:
+        """Hits are the engine's, and not counted."""
+        return 0
+
+    def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
+        """Remember, or forget, that blocks are in a store."""
+        for key in _path(hold).keys[start:end]:
+            marks = self._marks.pop(key, 0)
+            marks = marks | bit if on else marks & ~bit
+            if marks:
+                self._marks[key] = marks
+        while len(self._marks) > self._num_marks:
+            self._marks.popitem(last=False)
+
+    def unmark(self, bit: int) -> None:
+        """Forget of every block that it is in a store."""
+        kept = ((key, marks & ~bit) for key, marks in self._marks.items())
+        self._marks = OrderedDict((key, marks) for key, marks in kept if marks)
+
+    def forget(self, keys: Iterable[BlockKey], bit: int) -> None:
+        """Blocks were seen not to be in a store."""
+        for key in keys:
+            if self._marks.get(key, 0) & bit:
+                self._marks[key] &= ~bit
+                if not self._marks[key]:
+                    del self._marks[key]
+
+    def num_marked(self, hold: Hold, bit: int) -> int:
+        """Where writing has to begin: behind the last block that the store is believed to have."""
+        keys = _path(hold).keys
+        return next((at + 1 for at in range(len(keys) - 1, -1, -1) if self._marks.get(keys[at], 0) & bit), 0)
+
+    def evict(self) -> Victim | None:
+        """Nothing is ours to evict."""
+        return None
+
+    def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
+        """No block is known."""
+        return []
+
+    def facts(self) -> list[object]:
+        """What is remembered."""
+        return [[key.hex(), marks] for key, marks in self._marks.items()]
+
+    def validate(self) -> None:
+        """Raise AssertionError if the index contradicts itself."""
+        assert len(self._marks) <= self._num_marks, "more is remembered than may be"
+        assert all(self._marks.values()), "a mark that says nothing"
+
+
+class LentSlots(DeviceSlots):
+    """Slots that are the engine's: there is nothing to count."""
+
+    def __init__(self, index: LentIndex) -> None:
+        super().__init__(0, index)
+
+    def know(self, slots: Iterable[int]) -> None:
+        """Their blocks have names; they stay the engine's."""
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """They were never taken."""
+
+    def quarantine(self, slots: Iterable[int]) -> None:
+        """The engine keeps them until it hears that the job has ended."""
+
+    def absolve(self, slots: Sequence[int]) -> None:
+        """The engine hears of it."""
+
+    def still_own(self, slots: Iterable[int]) -> list[int]:
+        """None."""
+        return []
+
+    def state(self, slot: int) -> SlotState:
+        """Whatever it holds, it is the engine's."""
+        return SlotState.OWN
+
+
+def _path(hold: Hold) -> _Path:
+    assert isinstance(hold.at, _Path), "a hold of another index"
+    return hold.at
