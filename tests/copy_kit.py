@@ -8,7 +8,8 @@ import pytest
 
 from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import DeviceCache
-from headwater.transfer.wire import Digests, Direction, Piece, TorchWire
+from headwater.transfer.torch_wire import TorchWire
+from headwater.transfer.wire import Digests, Direction, Piece
 
 WAIT_S = 60.0  # nothing here takes that long
 

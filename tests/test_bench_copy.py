@@ -20,7 +20,8 @@ from headwater.testing.layouts import randomise
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.wire import Digests, Direction, TorchWire
+from headwater.transfer.torch_wire import TorchWire
+from headwater.transfer.wire import Digests, Direction
 
 torch.set_num_threads(1)  # more would wait for each other, in thousands of tiny copies
 ROW = {"layout", "blocks", "bytes", "correct", "d2h_ratio", "h2d_ratio", "both_ratio", "gemm_slowdown", "submit_ms"}

@@ -15,7 +15,8 @@ from headwater.cli import app
 from headwater.core.errors import HostTierUnavailable, NotInstalled
 from headwater.doctor import FAIL, OK, WARN, Check, Copied, Findings
 from headwater.transfer import arena, cuda
-from headwater.transfer.wire import Digests, TorchWire
+from headwater.transfer.torch_wire import TorchWire
+from headwater.transfer.wire import Digests
 
 
 def test_one_document_and_nothing_else() -> None:

@@ -183,6 +183,21 @@ def test_pages_carry_a_time_to_live_that_use_renews(roomy: Server) -> None:
             assert ends_at[0] >= ends_at[1] >= ends_at[2]
 
 
+def test_what_expires_is_not_kept_by_use(roomy: Server) -> None:
+    """A partial tail goes when its time is up, whoever reads it or puts it again."""
+    at_ms = int(time.time() * 1000) + 60_000
+    page = sample_page(1, expires_at_ms=at_ms)
+    with RedisStore(roomy.url) as store, roomy.client() as client:
+        for use in (put, read, put, read):
+            assert use(store, [page])[0] in (PutStatus.STORED, PutStatus.EXISTS, GetStatus.HIT)
+            left_ms = int(client.pttl(PREFIX + page.name))
+            assert 0 < left_ms <= 60_000
+        gone = sample_page(2, expires_at_ms=1)
+        put(store, [gone])
+        read(store, [gone])  # within the last millisecond it may be there
+        assert read(store, [gone]) == [GetStatus.MISS]
+
+
 def test_two_clients_race_for_one_name(roomy: Server) -> None:
     results: list[list[PutStatus]] = [[], []]
     both = threading.Barrier(2)

@@ -15,6 +15,11 @@ ALONE_BYTES: Final = 100_000  # of a plane: from here on its digest lets other t
 _HOT_BYTES: Final = 128 << 10  # copied at a time: still in the core's own cache when it is digested
 
 
+def plane_digest(plane: memoryview) -> int:
+    """Digest of one plane. Reads every byte; does not mutate."""
+    return xxh3_64_intdigest(plane)
+
+
 def plane_digests(payload: memoryview, plane_bytes: Sequence[int]) -> list[int]:
     """Digest of each plane of a tightly packed payload. Reads every byte; does not mutate."""
     digests = []

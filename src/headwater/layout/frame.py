@@ -59,6 +59,7 @@ MAX_PLANES: Final = 1 << 16
 _FIXED = struct.Struct("<4sHHIHHQQ32s32s16s32sIHHIIQQI12x")
 _CHECKSUM = struct.Struct("<Q")
 _WORD: Final = np.dtype("<u8")
+_EXPIRY_AT: Final = 168
 _CHECKSUM_AT: Final = 16
 assert _FIXED.size == FIXED_BYTES  # noqa: S101  the table above and the struct must agree
 
@@ -188,6 +189,11 @@ def write_header(
     table[:, 1] = digests
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, _checksum(memoryview(header)))
     frame[:size] = header
+
+
+def expiry_ms(frame: memoryview) -> int:
+    """When a frame says it expires, 0 for never. Whether it is a frame at all is not looked at: a hint."""
+    return int.from_bytes(frame[_EXPIRY_AT : _EXPIRY_AT + 8], "little") if len(frame) >= FIXED_BYTES else 0
 
 
 def parse(frame: memoryview, *, known: PageMeta | None = None) -> Header | Fault:

@@ -8,7 +8,8 @@ What is the server's and not ours:
 - The byte limit: `maxmemory`. With the policy `noeviction` a full server makes NO_ROOM. With `volatile-ttl` it evicts
   what nobody used for longest: every page carries a time to live (`keep_s`), counted anew whenever it is read or put
   again, and shorter by a millisecond for each page further back in the call, so that leaves go first. `allkeys-lru`
-  counts in seconds and samples: it works, and now and then evicts a page that was just used.
+  counts in seconds and samples: it works, and now and then evicts a page that was just used. A page that expires by
+  itself (a partial tail) is kept no longer than that, however often it is read.
 - Parents: a put answers NO_PARENT where the page before is not there, but the server evicts page by page and knows no
   chain, and `delete` removes the page alone. What builds on a missing page is not reached by a reader, who stops at the
   hole, and goes unread until its time is up.
@@ -17,12 +18,14 @@ What is the server's and not ours:
 """
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
-from headwater.layout.frame import Fault, PageMeta, parse
+from headwater.layout.frame import Fault, PageMeta, expiry_ms, parse
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.redis_lines import (
     AuthenticationError,
@@ -97,7 +100,9 @@ class RedisStore(Store):
     def _look(self, metas: Iterable[PageMeta], deadline: Deadline) -> dict[PageName, int]:
         """How many bytes the server holds of pages and their parents, 0 for none. Counts as a use."""
         names: dict[PageName, int] = {}
+        expiries: dict[PageName, int] = {}
         for meta in metas:
+            expiries[meta.name] = meta.expires_at_ms
             if meta.depth:
                 names.setdefault(meta.parent_name, 0)
             names.setdefault(meta.name, 0)
@@ -105,7 +110,8 @@ class RedisStore(Store):
             commands: list[Command] = []
             for i, name in enumerate(asked):
                 key = self._prefix + name
-                commands += [(b"STRLEN", key), (b"PEXPIRE", key, self._ttl_ms(start + i))]
+                ttl_ms = self._ttl_ms(start + i, expiries.get(name, 0))
+                commands += [(b"STRLEN", key), (b"PEXPIRE", key, ttl_ms)]
             for name, length in zip(asked, self._lines.ask(commands, deadline)[::2], strict=True):
                 names[name] = length if isinstance(length, int) else -1  # something else than a page lies there
         return names
@@ -121,7 +127,7 @@ class RedisStore(Store):
         commands: list[Command] = []
         for i, meta, frame in pages:
             key = self._prefix + meta.name
-            commands += [(b"SET", key, frame, b"NX", b"PX", self._ttl_ms(i)), (b"STRLEN", key)]
+            commands += [(b"SET", key, frame, b"NX", b"PX", self._ttl_ms(i, meta.expires_at_ms)), (b"STRLEN", key)]
         answers = self._lines.ask(commands, deadline)
         orphans: list[Command] = []
         for (i, meta, frame), done, seen in zip(pages, answers[::2], answers[1::2], strict=True):
@@ -147,7 +153,15 @@ class RedisStore(Store):
                 return results[: trip[0]] + [rest] * (len(pages) - trip[0])
             for i, value in zip(trip, answers, strict=True):
                 results[i] = _copied(value, pages[i][1])
+            self._keep_expiry([pages[i] for i in trip if results[i] is GetStatus.HIT], deadline)
         return results
+
+    def _keep_expiry(self, pages: Iterable[tuple[PageName, memoryview]], deadline: Deadline) -> None:
+        """Reading renews a page's time; one that expires does not live longer for it."""
+        dated = [(name, expires) for name, frame in pages if (expires := expiry_ms(frame))]
+        if dated:
+            with suppress(RedisError):  # it has been read; the server keeps it for longer than it need
+                self._lines.ask([(b"PEXPIREAT", self._prefix + name, min(at, 1 << 52)) for name, at in dated], deadline)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages are there: one command where all or none are, which is what a prefix mostly is."""
@@ -207,8 +221,10 @@ class RedisStore(Store):
             message = f"the Redis server at {where} refuses GETEX ({answer}): it must be 6.2 or newer, no cluster"
             raise StoreUnavailable(f"{message}, and let us use the keys that begin with {self._prefix.decode()!r}")
 
-    def _ttl_ms(self, position: int) -> int:
-        return max(1000, self._keep_ms - position)
+    def _ttl_ms(self, position: int, expires_at_ms: int = 0) -> int:
+        """How long a page is kept from now on; one that expires, no longer than that."""
+        keep_ms = max(1000, self._keep_ms - position)
+        return keep_ms if not expires_at_ms else max(1, min(keep_ms, expires_at_ms - int(time.time() * 1000)))
 
     def _require_usable(self) -> None:
         if self._pid != os.getpid():

@@ -31,7 +31,8 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import DeviceCache, Owned
 from headwater.transfer.copy_lane import Cut, Lane, Transfer, tell
-from headwater.transfer.wire import MAX_ROWS, CudaWire, Digests, Direction, TorchWire, Wire
+from headwater.transfer.torch_wire import TorchWire
+from headwater.transfer.wire import MAX_ROWS, CudaWire, Digests, Direction, Wire
 
 GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: smaller pieces slow the wire down
 _GROUP_PLACES: Final = 2  # that a group of layers, of all blocks together, fills at least

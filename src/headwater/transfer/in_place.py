@@ -139,7 +139,8 @@ class InPlaceJobs:
             if isinstance(lent[-1], GetStatus):
                 lent += [GetStatus.MISS] * (len(names) - len(lent))
                 break
-            time.sleep(_BREATH_S)
+            if len(lent) < len(names):
+                time.sleep(_BREATH_S)
         loans = [one for one in lent if isinstance(one, Loan)]  # the first ones
         for i, one in enumerate(lent, start):
             if isinstance(one, GetStatus):

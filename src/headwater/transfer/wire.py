@@ -7,8 +7,8 @@ digests of the bytes that passed. Places are numbered, and a place holds one pie
 the memory. Who uses which place when is the copy engine's business (`copy_engine.py`).
 
 `CudaWire` gathers and digests in one kernel into a buffer on the device, and has the copy engine of the GPU move that
-buffer, piece by piece behind each other on two streams; the other direction the same backwards. `TorchWire` is the
-reference, for a CPU: it copies when it is told to finish.
+buffer, piece by piece behind each other on two streams; the other direction the same backwards. For a CPU there is
+`TorchWire` (`torch_wire.py`).
 
 Invariants: everything is checked before a byte moves. Nothing is allocated and no device synchronised after the
 beginning. A digest is of the bytes as they were written at their target, or in the buffer that was copied from there.
@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from headwater.core.errors import InvalidInput
-from headwater.layout.digest import plane_digests
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import DeviceCache
@@ -79,60 +78,6 @@ class Wire(Protocol):
     def close(self) -> None:
         """Give memory back; nothing is under way. Idempotent."""
         ...
-
-
-class TorchWire:
-    """The reference, on a CPU: plane by plane, digests through xxhash."""
-
-    def __init__(
-        self,
-        cache: DeviceCache,
-        layout: KVLayout,
-        direction: Direction,
-        *,
-        num_places: int = 2,
-        place_bytes: int = 32 << 20,
-        digests: bool = True,
-    ) -> None:
-        self.num_places: Final = num_places
-        self.place_bytes: Final = place_bytes
-        self._rows = [cache.rows[cache.layout.index(plane.role.name, plane.layer)] for plane in layout.planes]
-        self._layout = layout
-        self._payload_at = header_bytes(len(layout.planes))
-        self._direction = direction
-        self._digests = digests
-        self._pieces: list[Piece | None] = [None] * num_places
-
-    def launch(self, place: int, piece: Piece) -> None:
-        """Remember the piece."""
-        self._pieces[place] = piece
-
-    def finish(self, place: int, *, hurry: bool = False) -> Digests | None:
-        """Copy."""
-        piece, self._pieces[place] = self._pieces[place], None
-        if piece is None:
-            return None
-        found = np.zeros((len(piece.slots), len(piece.planes)), np.uint64)
-        layout, first = self._layout, piece.planes.start
-        start = self._payload_at + layout.offsets[first]
-        sizes = layout.plane_bytes[first : piece.planes.stop]
-        for i, (slot, frame) in enumerate(zip(piece.slots.tolist(), piece.frames, strict=True)):
-            at = start
-            for plane, size in zip(piece.planes, sizes, strict=True):
-                block = self._rows[plane][slot].numpy()
-                if self._direction is Direction.OUT:
-                    frame[at : at + size] = block.data
-                else:
-                    block[:] = np.frombuffer(frame[at : at + size], np.uint8)
-                if self._digests:
-                    passed = frame[at : at + size] if self._direction is Direction.OUT else block.data
-                    found[i, plane - first] = plane_digests(passed, (size,))[0]
-                at += size
-        return found if self._digests else None
-
-    def close(self) -> None:
-        """Nothing to give back."""
-        self._rows = []
 
 
 class CudaWire:
