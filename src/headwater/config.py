@@ -6,10 +6,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 from headwater.core.errors import InvalidConfig
+from headwater.core.role import Role
 
 log: Final = logging.getLogger("headwater")
 
@@ -20,6 +23,9 @@ DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
 MEMORY_URL: Final = "memory:"  # of a residency index in this process
 INDEX_ONLY: Final = "HEADWATER_INDEX_ONLY"
 INDEX_ONLY_ALIAS: Final = "FD_AS_ONLY_FLUSH"  # what FastDeploy's users know it by
+PD_VIA: Final = "HEADWATER_PD_VIA"
+PD_VIA_ALIAS: Final = "FD_PD_TRANSFER_VIA_STORAGE"  # the same
+POOL_WAY: Final = "pool"  # how KV goes from prefill to decode: the only way yet
 
 
 class Durability(enum.StrEnum):
@@ -196,6 +202,14 @@ class ServeConfig:
     residency: str | None = field(default=None, repr=False)  # where the index of who holds what is; None: none
     node: str | None = None  # what this process is called there; None: see `default_node`
     index_only: bool = False  # only the index is kept: see `check_index_only`
+    role: Role = Role.MIXED
+    routers: tuple[str, ...] = ()  # who is told that this node is here: http://HOST:PORT
+    advertise: str | None = None  # where routers find this node; None: where it listens
+    lease_s: float = 6.0  # routers believe for so long that it is here
+    drain_s: float = 0.0  # at the end, for requests under way; then they are cancelled
+    pd_via: str = POOL_WAY  # how KV goes from prefill to decode: see `pd_via`
+    pd_timeout_s: float = 10.0  # for reading one prompt's KV; then what is missing is computed here, or it is an error
+    pd_recompute: bool = True  # whether a decode node may compute what it could not read
     max_body_bytes: int = 8 << 20
     max_running: int = 16
     max_waiting: int = 256
@@ -219,7 +233,8 @@ class ServeConfig:
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
-        _require_seconds("request_timeout_s", self.request_timeout_s)
+        for name in ("request_timeout_s", "lease_s", "pd_timeout_s"):
+            _require_seconds(name, getattr(self, name))
         _require_count("port", self.port, 0)
         if self.port > 65535:
             raise InvalidConfig(f"port must be at most 65535, not {self.port}")
@@ -228,6 +243,7 @@ class ServeConfig:
                 raise InvalidConfig(f"{name} must be text, not {getattr(self, name)!r}")
         if self.name is not None and not (self.name and self.name.isprintable()):
             raise InvalidConfig(f"a model's name must be printable, not {self.name!r}")
+        self._check_role()
         self._check_cluster()
         if self.num_blocks is not None and self.device_bytes is not None:
             raise InvalidConfig("say num_blocks or device_bytes, not both")
@@ -252,8 +268,55 @@ class ServeConfig:
             pool_kind(self.pool)
         if self.residency is not None:
             ResidencyConfig(url=self.residency, node=default_node() if self.node is None else self.node)
-        elif self.node is not None:
-            raise InvalidConfig("a node's name is for the residency index: say where that is, or leave the name out")
+        elif self.node is not None and not self.routers:
+            raise InvalidConfig("a node's name is for the residency index and routers: name one, or leave the name out")
+
+    def _check_role(self) -> None:
+        try:
+            object.__setattr__(self, "role", Role(self.role))
+        except ValueError as error:
+            raise InvalidConfig(f"a role is one of {', '.join(Role)}, not {self.role!r}") from error
+        if self.role is not Role.MIXED:
+            self._check_handoff(f"a {self.role} node")
+        object.__setattr__(self, "routers", tuple(self.routers))
+        for url in (*self.routers, *(() if self.advertise is None else (self.advertise,))):
+            require_url("an address of a router, or of this node for routers,", url)
+            if self.advertise is None and not is_loopback(urlsplit(url).hostname or ""):
+                self._check_reach(url)
+        if self.advertise is not None and not self.routers:
+            raise InvalidConfig("advertise says where a router finds this node: name the router, or leave it out")
+        drain_s: object = self.drain_s
+        if not (isinstance(drain_s, int | float) and 0 <= drain_s < float("inf")):
+            raise InvalidConfig(f"drain_s must be a number of seconds, not {drain_s!r}")
+        if self.routers and not re.fullmatch(r"[!-~]{1,200}", default_node() if self.node is None else self.node):
+            raise InvalidConfig(f"a node's name is printable ASCII without spaces, not {self.node!r}")
+        if self.routers and self.lease_s > 3600:
+            raise InvalidConfig(f"a lease is at most an hour, not {self.lease_s} s")
+
+    def _check_reach(self, router: str) -> None:
+        """A router on another machine has to find this node."""
+        if self.host in ("0.0.0.0", "::") or is_loopback(self.host):  # noqa: S104  nothing is bound here
+            raise InvalidConfig(
+                f"the router at {router} cannot find a node at {self.host}: say --advertise http://HOST:PORT, with a "
+                "name or address of this machine, and listen there"
+            )
+
+    def _check_handoff(self, who: str) -> None:
+        if self.pd_via != POOL_WAY:
+            raise InvalidConfig(
+                f"{self.pd_via!r} is no way from prefill to decode; there is only one yet: set {PD_VIA}={POOL_WAY}"
+            )
+        if self.index_only:
+            raise InvalidConfig(
+                f"{who} moves KV through the pool, and index-only mode moves none: leave one of them out"
+            )
+        if not self.cache:
+            raise InvalidConfig(f"{who} needs its cache, to hand KV over: leave --no-cache out, or the role")
+        if self.pool is None:
+            raise InvalidConfig(
+                f"{who} hands KV over through a pool, and none is named: say --pool URL (or HEADWATER_POOL), the same "
+                "for prefill and decode"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +447,46 @@ def index_only(environ: Mapping[str, str] = os.environ) -> bool:
     if len(set(said.values())) > 1:
         raise InvalidConfig(f"{' and '.join(f'{name}={value:d}' for name, value in said.items())}: which of them?")
     return any(said.values())
+
+
+def pd_via(environ: Mapping[str, str] = os.environ) -> str:
+    """How KV goes from prefill to decode: `HEADWATER_PD_VIA`, which is checked where it is used.
+
+    `FD_PD_TRANSFER_VIA_STORAGE=1` is taken for `pool`, 0 for `direct`. Raises InvalidConfig where the two disagree.
+    """
+    alias = environ.get(PD_VIA_ALIAS, "").strip()
+    if alias not in ("", "0", "1"):
+        raise InvalidConfig(f"{PD_VIA_ALIAS} must be 0 or 1, not {alias!r}")
+    said = {PD_VIA: environ.get(PD_VIA, "").strip(), PD_VIA_ALIAS: {"1": POOL_WAY, "0": "direct"}.get(alias, "")}
+    ways = {way for way in said.values() if way}
+    if len(ways) > 1:
+        raise InvalidConfig(f"{PD_VIA}={said[PD_VIA]} and {PD_VIA_ALIAS}={alias}: which of them?")
+    return ways.pop() if ways else POOL_WAY
+
+
+def default_node_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a router and its nodes show each other: `HEADWATER_NODE_KEY`; none where that is empty or missing."""
+    return environ.get("HEADWATER_NODE_KEY") or None
+
+
+def require_url(what: str, url: object) -> None:
+    """Raise InvalidConfig unless it is http://HOST:PORT, or https."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() else None
+        fine = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        bare = parts is not None and not (parts.path or parts.query or parts.fragment or parts.username)
+    except ValueError:
+        fine = bare = False
+    if not (fine and bare):
+        raise InvalidConfig(f"{what} is http://HOST:PORT, not {str(url).rpartition('@')[2]!r:.80}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, as far as its name says."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_index_only(*, residency: str | None, pool: str | None, cache: bool = True) -> None:

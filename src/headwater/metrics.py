@@ -112,6 +112,37 @@ _DECLARED: Final = (
     (HISTOGRAM, "ttft_seconds", "Seconds from a request's arrival at the engine to its first token"),
     (HISTOGRAM, "answer_seconds", "Seconds from a request's arrival at the engine to the end of its answer"),
     (GAUGE, "engine_requests", "Requests in the engine, waiting or running"),
+    (
+        COUNTER,
+        "handoffs_total{way,outcome}",
+        "Prompts that were sent (out) or taken over (in): ok, or why not all came",
+    ),
+    (COUNTER, "handoff_bytes_total{way}", "Bytes that handoffs moved besides what the cache had moved already"),
+    (HISTOGRAM, "handoff_seconds{way}", "Seconds that a handoff took, besides what the cache had moved already"),
+    (
+        HISTOGRAM,
+        "pd_phase_seconds{phase}",
+        "Seconds of requests that were handed over or taken: queue, prefill, pool_write, pool_read, decode",
+    ),
+    # The router.
+    (
+        COUNTER,
+        "router_requests_total{outcome}",
+        "Requests, by how they ended: answered, rejected, refused, failed, late, broken (in a stream), gone (client)",
+    ),
+    (
+        COUNTER,
+        "router_attempts_total{phase,outcome}",
+        "Nodes asked for a prefill, a decode or both (mixed), by what came: ok, refused, failed, broken, hung ...",
+    ),
+    (COUNTER, "router_choices_total{role,how}", "Nodes chosen: estimate (prefix, load, rates) or round_robin"),
+    (
+        HISTOGRAM,
+        "router_phase_seconds{phase}",
+        "Seconds of answered requests: queue, prefill, pool, decode or mixed (to a first token), retries, ttft, total",
+    ),
+    (GAUGE, "router_nodes{role,state}", "Nodes that are there: usable, draining, resting (after trouble), full"),
+    (GAUGE, "router_under_way{state}", "Requests in the router: waiting (for room), running"),
     # Everything that is told.
     (COUNTER, "events_total{kind}", "Events, by kind"),
 )

@@ -75,6 +75,10 @@ class Receiver(Protocol):
         """Bring what a ticket names into slots. Blocks, until the deadline."""
         ...
 
+    def same_pages(self, ticket: Ticket) -> bool:
+        """Whether the full blocks that a ticket names are pages as this node itself writes them."""
+        ...
+
 
 class PoolSender:
     """Sends through the pool. Several threads may use it at once. Owns nothing."""
@@ -229,6 +233,10 @@ class PoolReceiver:
                 f"{self._tp_size}: give it a view of other sizes, or start both ends with the same tensor-parallel size"
             )
         return found
+
+    def same_pages(self, ticket: Ticket) -> bool:
+        """Whether the full blocks that a ticket names are pages as this node itself writes them."""
+        return self.refusal(ticket) is None and not self._is_resharded(ticket)
 
     def fetch(
         self,

@@ -264,6 +264,7 @@ class Mover:
             layout = self.naming.layout
             put = write_tail(lane, self._source.calls, meta, slots[-1], layout=layout, now_ms=now_ms, deadline=deadline)
             num_bytes += put.num_bytes
+            self._moved("in", put.num_bytes)
             if put.reason is not None:
                 return Moved(len(keys), put.reason, put.detail, num_bytes)
         seen = self.look(prompt, deadline=deadline)
@@ -282,6 +283,11 @@ class Mover:
         if deadline.expired:  # in doubt a store says no
             return Moved(at, Reason.LATE, "no time was left to look")
         return Moved(at, Reason.MISSING, f"block {at} is not in the pool")
+
+    def _moved(self, direction: str, num_bytes: int) -> None:
+        """Count a tail's bytes; slices count those of full blocks."""
+        if num_bytes:
+            self._metrics.count("moved_bytes_total", num_bytes, tier=self.tier, direction=direction)
 
     def _tail_meta(self, prompt: NamedPrompt, tail: Tail, expires_at_ms: int) -> PageMeta:
         return PageMeta(
@@ -332,6 +338,7 @@ class Mover:
             deadline=deadline,
             metrics=self._metrics,
         )
+        self._moved("out", tail.num_bytes)
         return Moved(len(prompt.keys) + tail.num_blocks, tail.reason, tail.detail, num_bytes + tail.num_bytes)
 
 

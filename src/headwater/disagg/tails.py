@@ -10,6 +10,8 @@ any more (rule 2), and the page comes back when the store's call has (rule 3).
 
 from collections.abc import Callable
 
+import numpy as np
+
 from headwater.core.errors import InvalidConfig, ResourceClosed
 from headwater.disagg.lanes import Lane
 from headwater.disagg.outcome import Moved, Reason, why_call, why_status
@@ -116,7 +118,7 @@ def is_tail(frame: memoryview, layout: KVLayout, valid_tokens: int) -> bool:
     payload = frame[header.header_bytes : header.frame_bytes]
     clean = bytearray(payload)
     zero_tail(memoryview(clean), layout, valid_tokens)
-    return payload == clean
+    return np.array_equal(np.frombuffer(payload, np.uint8), np.frombuffer(clean, np.uint8))
 
 
 def _gather(lane: Lane, slot: int, page: int, frame: memoryview, meta: PageMeta, layout: KVLayout, now_ms: int) -> None:

@@ -8,6 +8,7 @@ A request starts when its blocks are there, or, where nobody else has work (`com
 all of them came. If not, the step was for nothing, and is thrown away (rule 1).
 """
 
+import time
 from collections import deque
 from dataclasses import replace
 from typing import Final
@@ -70,13 +71,19 @@ class Connector:
             found = self._named[salt] = identity.root, identity.tenant
         return found
 
-    def admit(self, request: Request) -> bool:
-        """Take slots for all tokens and the next one, and begin to load. False: there is no room now."""
-        slots = self.cache.reserve(self._name(request), self._num_blocks(len(request.tokens) + 1))
+    def admit(self, request: Request, *, promised: str = "") -> bool:
+        """Take slots for all tokens and the next one, and begin to load. False: there is no room now.
+
+        `promised`: a tier that is known to have all blocks of the prompt.
+        """
+        num_blocks = self._num_blocks(len(request.tokens) + 1)
+        slots = self.cache.reserve(self._name(request), num_blocks, promised=promised)
         if slots is None:
             return False
         request.slots = slots
         request.phase = Phase.LOADING
+        if request.admitted_s is None:
+            request.admitted_s = time.monotonic()
         return True
 
     def loaded(self, request: Request) -> bool:
@@ -86,6 +93,22 @@ class Connector:
             return False
         self._set_computed(request, progress.num_ready)
         return True
+
+    def num_ready(self, request: Request) -> int | None:
+        """Leading blocks that are on the device; None as long as some are being loaded."""
+        progress = self.cache.poll(self._name(request))
+        return None if progress.loading else progress.num_ready
+
+    def taken(self, request: Request, num_tokens: int) -> None:
+        """The first tokens of a request came from elsewhere, verified, into its slots: name the blocks they fill."""
+        request.num_committed = self.cache.poll(self._name(request)).num_ready
+        request.num_computed = num_tokens
+        request.whole = False
+        self.commit(request)
+
+    def saving(self, request: Request, tier: str) -> bool:
+        """Whether blocks of a request are on their way to a tier."""
+        return self.cache.saving(self._name(request), tier)
 
     def _set_computed(self, request: Request, num_blocks: int) -> None:
         ready = num_blocks * self.block_tokens

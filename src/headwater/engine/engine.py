@@ -9,6 +9,11 @@ its own, and the token is computed there, so nothing is ever written into a bloc
 A request whose blocks are still on their way may compute behind them, layer by layer, where nobody else has work. If a
 block does not come, or is wrong, that step is thrown away: nothing of it is committed, and no token leaves.
 
+A request may be handed over (`handoffs.py`). One that is to be sent computes its prompt, chooses the first token and
+keeps its slots until the pool has every block; only then is it over, with a ticket. One that is taken over gets slots
+at once or is refused; its cache loads what it can, the rest is fetched; when all is there it says the first token and
+goes on. What does not come is computed, if that is allowed, and the first token said when it is.
+
 Not here: HTTP, text, tokenizers. A listener is called from the engine's thread with each request's outputs.
 """
 
@@ -24,10 +29,14 @@ from typing import Final, Self
 import torch
 
 from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.disagg.outcome import Missing, Sent, Unsent
 from headwater.engine.connector import Connector
+from headwater.engine.handoffs import Handoffs, Outcome
+from headwater.engine.handover import Handover
 from headwater.engine.models.base import Model, Span
-from headwater.engine.request import Finish, Output, Phase, Request, TokenLogprob, Usage
-from headwater.engine.sampler import choose
+from headwater.engine.pace import Pace
+from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, TokenLogprob, Usage
+from headwater.engine.sampler import choose, settle_seed
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
 from headwater.transfer.arena import DeviceCache
 
@@ -67,6 +76,7 @@ class Engine:
         connector: Connector,
         config: EngineConfig,
         *,
+        handoffs: Handoffs | None = None,
         watch: Callable[[Request, torch.Tensor], None] | None = None,
     ) -> None:
         """Owns none of them; close them after it. `watch` sees the logits of every token that is about to be chosen."""
@@ -75,8 +85,9 @@ class Engine:
         self.connector = connector
         self.num_steps = 0
         self.num_computed_tokens = 0
-        self._planes = planes
+        self.planes = planes
         self._watch = watch
+        self._pace = Pace()
         self._scheduler = Scheduler(
             connector,
             max_running=config.max_running,
@@ -90,13 +101,23 @@ class Engine:
         self._in_hurry = False
         self._news = False  # the cache heard something since it was last looked at
         connector.cache.on_change = self._wake
+        self._handover = Handover(
+            handoffs,
+            connector,
+            self._scheduler,
+            pace=self._pace,
+            stops=self._stops,
+            tell=self._tell,
+            tell_end=self._tell_end,
+            wake=self._wake,
+        )
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
         self._thread.start()
 
     @property
     def max_tokens(self) -> int:
         """Tokens that one request may have, prompt and answer."""
-        return min(self.model.max_positions, self._planes.num_blocks * self.model.block_tokens)
+        return min(self.model.max_positions, self.planes.num_blocks * self.model.block_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -108,6 +129,23 @@ class Engine:
         """Whether requests are taken and answered."""
         return not self._closing and self._thread.is_alive()
 
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Requests that run, those that wait, and how many more would be taken."""
+        running = min(len(self._scheduler.running), self._num_inside)
+        room = self.config.max_running + self.config.max_waiting - self._num_inside
+        return running, self._num_inside - running, max(0, room)
+
+    @property
+    def rates(self) -> tuple[float | None, float | None, float | None]:
+        """Tokens a second, as measured: of prompts, of answers (all requests together), of handoffs."""
+        return self._pace.prompt.rate, self._pace.answer.rate, self._pace.pool.rate
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since something was last got done; 0 where there is nothing to do."""
+        return time.monotonic() - self._pace.done_s if self._num_inside else 0.0
+
     def submit(self, request: Request) -> None:
         """Take a request in. Does not block. Raises InvalidInput, QueueFull, ResourceClosed; then nothing was taken."""
         total = len(request.prompt) + request.sampling.max_tokens
@@ -118,13 +156,16 @@ class Engine:
             )
         if not all(0 <= token < self.model.vocab_size for token in request.prompt):
             raise InvalidInput(f"a token of the prompt is outside the vocabulary of {self.model.vocab_size}")
+        self._handover.check(request, self.model.vocab_size)
         with self._lock:
             if self._closing:
                 raise ResourceClosed("the engine is closed")
             if self._num_inside >= self.config.max_running + self.config.max_waiting:
                 raise QueueFull(f"{self._num_inside} requests are here: try again later")
-            self._num_inside += 1
             request.arrived_s = time.monotonic()
+            if not self._num_inside:
+                self._pace.done_s = request.arrived_s
+            self._num_inside += 1
             self._inbox.append(request)
             self._lock.notify()
 
@@ -167,7 +208,9 @@ class Engine:
                 self._closing = True
                 left = dict.fromkeys([*self._scheduler.running, *self._scheduler.waiting, *self._inbox])
             for request in left:
+                request.cancelled = True  # for those that are being handed over
                 self._tell_end(request, Finish.FAILED, "the engine stopped")
+            self._handover.close()
 
     def _run(self) -> None:
         self._warm_up()
@@ -183,11 +226,11 @@ class Engine:
                 self._take_in(self._inbox[0])
                 self._inbox.popleft()  # after it was taken in: whoever is in neither place is told nothing
             if closing:
-                for request in [*self._scheduler.running, *self._scheduler.waiting]:
-                    self._end(request, Finish.CANCELLED)
+                self._finish_all()
                 return
+            self._handover.go_on()
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
-                if request.cancelled:
+                if request.cancelled and request.phase not in (Phase.FETCHING, Phase.SENDING):
                     self._end(request, Finish.CANCELLED)
             work = self._scheduler.plan(time.monotonic())
             if work:
@@ -204,13 +247,13 @@ class Engine:
         size = self.model.block_tokens
         last = size - 1  # of the block: the step looks back, as those do that follow a hit
         try:
-            if self._planes.device.type == "cuda" and self._planes.num_blocks > 1:
+            if self.planes.device.type == "cuda" and self.planes.num_blocks > 1:
                 # Kernels for a chunk behind a context are made the first time, which would be somebody's first hit.
-                self.model.forward(self._planes, [Span(tokens=[0] * size, start=size, slots=(0, 1))])
+                self.model.forward(self.planes, [Span(tokens=[0] * size, start=size, slots=(0, 1))])
             for turn in range(1 + _NUM_WARM):
                 time.sleep(_WARM_PAUSE_S)
                 begin_s = time.perf_counter()
-                self.model.forward(self._planes, [Span(tokens=[0], start=last, slots=(0,))])
+                self.model.forward(self.planes, [Span(tokens=[0], start=last, slots=(0,))])
                 self._wait_for_device()
                 if turn:  # the first one compiles and allocates
                     self.connector.measured(1, 0, time.perf_counter() - begin_s)
@@ -219,15 +262,25 @@ class Engine:
 
     def _hurry(self, *, on: bool) -> None:
         """Have the cache's writers stand back while a device stands still and waits for us. A CPU does not wait."""
-        if self._in_hurry != on and self._planes.device.type == "cuda":
+        if self._in_hurry != on and self.planes.device.type == "cuda":
             self._in_hurry = on
             self.connector.stand_back(hurry=on)
 
     def _wait_for_device(self) -> None:
-        if self._planes.device.type == "cuda":
-            torch.cuda.current_stream(self._planes.device).synchronize()
+        if self.planes.device.type == "cuda":
+            torch.cuda.current_stream(self.planes.device).synchronize()
+
+    def _finish_all(self) -> None:
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            request.cancelled = True
+        self._handover.close()  # nobody reads or writes slots any more
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(request, Finish.CANCELLED)
 
     def _take_in(self, request: Request) -> None:
+        if isinstance(request.handoff, Taking):
+            self._handover.take_over(request, request.handoff)
+            return
         try:
             self._scheduler.add(request, time.monotonic())
         except QueueFull as error:
@@ -237,9 +290,10 @@ class Engine:
         begin_s = time.perf_counter()
         try:
             spans = [self._span(one) for one in work]
-            gate = self._gate(work[0]) if work[0].early else None
-            self._hurry(on=gate is None)  # a gate waits for layers while the step is launched
-            logits = self.model.forward(self._planes, spans, before_layer=gate)
+            early = work[0].early
+            self._hurry(on=not early)  # a gate waits for layers while the step is launched
+            gate = self._gate(work[0]) if early else self._between
+            logits = self.model.forward(self.planes, spans, before_layer=gate)
             self._hurry(on=False)  # the device is busy, and we wait for it: time for the cache
             if work[0].early and not self.connector.arrived(work[0].request):
                 raise _LoadFailed
@@ -251,7 +305,7 @@ class Engine:
                 logits,
                 [one.request.sampling for one in sampling],
                 [len(one.request.tokens) for one in sampling],
-                [_seed(one.request) for one in sampling],
+                [settle_seed(one.request) for one in sampling],
             )
             self._wait_for_device()
         except _LoadFailed:
@@ -267,12 +321,15 @@ class Engine:
             work[0].request.phase = Phase.RUNNING
         else:
             self._measure(work, time.perf_counter() - begin_s)
+        self._pace.done_s = time.monotonic()
         self.num_steps += 1
         for one in work:
             one.request.num_computed = one.end
             one.request.num_recomputed += one.end - one.start
             one.request.whole = False
             self.num_computed_tokens += one.end - one.start
+        for one in work:
+            self._handover.pay(one.request)
         ends = [self._give(one.request, token, told) for one, (token, told) in zip(sampling, chosen, strict=True)]
         for one in work:  # who waits for a token has it; now there is time for the cache
             self.connector.commit(one.request)
@@ -286,7 +343,7 @@ class Engine:
         if request.whole:
             at = one.start // self.model.block_tokens
             if not one.early:
-                self._copy_block(slots[at], slots[at + 1], range(len(self._planes.rows)))
+                self._copy_block(slots[at], slots[at + 1], range(len(self.planes.rows)))
             slots = (*slots[:at], slots[at + 1])
         return Span(
             tokens=request.tokens[one.start : one.end], start=one.start, slots=slots, num_logits=int(one.samples)
@@ -306,33 +363,49 @@ class Engine:
 
         return wait
 
+    def _between(self, layer: int) -> None:
+        """Go on with handoffs between two layers: nothing of theirs is in the step, which may take a second."""
+        if self._news:  # before the layer; what comes later is looked at before the next
+            self._news = False
+            self._handover.go_on()
+
     def _copy_block(self, source: int, target: int, planes: Iterable[int]) -> None:
         for plane in planes:
-            row = self._planes.rows[plane]
+            row = self.planes.rows[plane]
             row[target] = row[source]
 
     def _measure(self, work: list[Work], seconds: float) -> None:
         num_tokens = sum(one.end - one.start for one in work)
         contexts = sum((one.end - one.start) * (one.start + one.end) // 2 for one in work)
         self.connector.measured(num_tokens, contexts, seconds)
+        prompts = [one for one in work if one.end <= len(one.request.prompt)]
+        if prompts:
+            self._pace.prompt.measured(sum(one.end - one.start for one in prompts), seconds)
+        else:
+            self._pace.answer.measured(len(work), seconds)
 
     def _give(self, request: Request, token: int, told: TokenLogprob | None) -> Finish | None:
         """Hand a token out. Returns why it was the last, if it was."""
         if request.first_token_s is None:
             request.first_token_s = time.monotonic()
-        stops = token in request.sampling.stop_ids or (token in self.model.eos_ids and not request.sampling.ignore_eos)
-        if stops:
+        if isinstance(request.handoff, Sending):
+            self._handover.keep(request, token, told)
+            return None
+        if self._stops(request, token):
             return Finish.STOP
         request.tokens.append(token)
         self._tell(request, Output(tokens=(token,), logprobs=(told,) if told is not None else ()))
         return Finish.LENGTH if request.num_generated >= request.sampling.max_tokens else None
+
+    def _stops(self, request: Request, token: int) -> bool:
+        return token in request.sampling.stop_ids or (token in self.model.eos_ids and not request.sampling.ignore_eos)
 
     def _end(self, request: Request, finish: Finish, error: str = "") -> None:
         self.connector.release(request)
         self._scheduler.remove(request)
         self._tell_end(request, finish, error)
 
-    def _tell_end(self, request: Request, finish: Finish, error: str = "") -> None:
+    def _tell_end(self, request: Request, finish: Finish, error: str = "", outcome: Outcome | None = None) -> None:
         request.phase = Phase.OVER
         with self._lock:
             self._num_inside -= 1
@@ -347,18 +420,16 @@ class Engine:
             ttft_s=ttft_s,
             total_s=now_s - request.arrived_s,
             preemptions=request.preemptions,
+            queue_s=None if request.admitted_s is None else request.admitted_s - request.arrived_s,
+            pool_s=request.pool_s,
+            num_pool_bytes=request.num_pool_bytes,
         )
-        self._tell(request, Output(finish=finish, usage=usage, error=error))
+        ticket = outcome.ticket if isinstance(outcome, Sent) else None
+        unmoved = outcome if isinstance(outcome, Unsent | Missing) else None
+        self._tell(request, Output(finish=finish, usage=usage, error=error, ticket=ticket, unmoved=unmoved))
 
     def _tell(self, request: Request, output: Output) -> None:
         try:
             request.listen(output)
         except Exception:
             log.exception("the listener of request %s raised", request.name)
-
-
-def _seed(request: Request) -> int:
-    """A request without a seed draws from one of its own; its name is unique and nobody else's."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return hash((request.name, request.arrived_s)) & 0x7FFFFFFFFFFFFFFF

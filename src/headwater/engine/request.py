@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.disagg.outcome import Missing, Unsent
+from headwater.disagg.protocol import Finish as Over
+from headwater.disagg.protocol import FirstToken, Ticket
 
 MAX_LOGPROBS = 20
 
@@ -39,12 +42,31 @@ class Sampling:
             raise InvalidInput(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs!r}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """This engine computes the prompt and chooses the first token; another one goes on, with a ticket."""
+
+    until_s: float  # on the monotonic clock: by then the pool has every block, or there is no ticket
+    request: str = ""  # what it is called on the ticket: need not be unique. Empty: the request's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taking:
+    """Another engine computed the prompt and chose the first token: go on from there."""
+
+    ticket: Ticket
+    until_s: float  # on the monotonic clock: by then every block was read, or what is missing is computed here
+    recompute: bool = True  # whether it may be; else the request fails
+
+
 class Phase(enum.StrEnum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # in the queue; stores are being asked
     LOADING = "loading"  # it has slots, and blocks are on their way into them
+    FETCHING = "fetching"  # the same, and the rest of what its ticket names is on its way
     RUNNING = "running"
+    SENDING = "sending"  # its prompt is computed, and on its way to the pool
     OVER = "over"
 
 
@@ -53,6 +75,8 @@ class Finish(enum.StrEnum):
 
     STOP = "stop"  # end of sequence, or a stop token
     LENGTH = "length"
+    SENT = "sent"  # it goes on elsewhere: there is a ticket
+    REFUSED = "refused"  # there was no room for it, and nothing was begun
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -78,6 +102,9 @@ class Usage:
     ttft_s: float | None  # from submit to the first token
     total_s: float
     preemptions: int = 0
+    queue_s: float | None = None  # from submit to its slots
+    pool_s: float | None = None  # of a handoff: from the first token to the ticket, or from slots to all blocks there
+    num_pool_bytes: int = 0  # that the handoff itself moved; what the cache moved before is not in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +116,8 @@ class Output:
     finish: Finish | None = None
     usage: Usage | None = None
     error: str = ""
+    ticket: Ticket | None = None  # of a request that was sent
+    unmoved: Unsent | Missing | None = None  # why a handoff failed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,6 +129,7 @@ class Request:
     sampling: Sampling
     listen: Callable[[Output], None]  # called from the engine's thread; must not block or raise
     salt: bytes = b""
+    handoff: Sending | Taking | None = None
     arrived_s: float = 0.0
     cancelled: bool = False  # set by anybody, heeded at the next step
     phase: Phase = Phase.WAITING
@@ -115,6 +145,12 @@ class Request:
     preemptions: int = 0
     preempt_at: int | None = None  # computed tokens at which it gives way once, as if room were short: for verification
     cached_by_tier: dict[str, int] = field(default_factory=dict)
+    seed: int | None = None  # of its draws; None: not settled yet
+    owed: "Output | None" = None  # the first token of one that was taken over: told when everything before it is there
+    kept: "tuple[FirstToken, Over] | None" = None  # the first token of one that is to be sent, until that begins
+    admitted_s: float | None = None  # when it first had slots
+    pool_s: float | None = None
+    num_pool_bytes: int = 0
 
     def __post_init__(self) -> None:
         """The answer is appended to a copy of the prompt."""
@@ -126,6 +162,13 @@ class Request:
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def moving(self) -> bool:
+        """Whether threads read or write its slots, or are about to: it keeps them."""
+        return self.phase in (Phase.FETCHING, Phase.SENDING) or (
+            self.phase is Phase.LOADING and isinstance(self.handoff, Taking)
+        )
 
     @property
     def generating(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headwater.engine.request import Sampling, TokenLogprob
+from headwater.engine.request import Request, Sampling, TokenLogprob
 
 
 def choose(
@@ -27,6 +27,14 @@ def choose(
         told = _logprobs(logits[row], token, sampling.logprobs) if sampling.logprobs is not None else None
         chosen.append((token, told))
     return chosen
+
+
+def settle_seed(request: Request) -> int:
+    """The seed of a request's draws. One that was given none has one of its own: its name is unique."""
+    if request.seed is None:
+        own = hash((request.name, request.arrived_s)) & 0x7FFFFFFFFFFFFFFF
+        request.seed = request.sampling.seed if request.sampling.seed is not None else own
+    return request.seed
 
 
 def _uniform(seed: int, position: int) -> float:

@@ -6,7 +6,7 @@ the youngest: that one gives its slots back and waits at the head of the queue; 
 so coming back costs little.
 
 Invariants: a request is in one place (`waiting` or `running`) until it is over. The queue is bounded. Nothing waits for
-a store longer than the connector says.
+a store longer than the connector says. Who is being handed over keeps its slots.
 """
 
 from collections import deque
@@ -86,6 +86,14 @@ class Scheduler:
         self.waiting.append(request)
         self._slots.ask(request, now_s)
 
+    def has_room(self) -> bool:
+        """Whether one more could run at once: nobody waits, and not too many are here."""
+        return not self.waiting and len(self.running) < self._max_running
+
+    def enter(self, request: Request) -> None:
+        """A request that has slots runs, and never waited."""
+        self.running.append(request)
+
     def remove(self, request: Request) -> None:
         """A request is over."""
         request.phase = Phase.OVER
@@ -119,7 +127,7 @@ class Scheduler:
     def _plan_early(self) -> list[Work]:
         """Nobody else has work: who loads may compute behind its bytes. Alone, because others would wait with it."""
         for request in self.running:
-            if request.phase is Phase.LOADING and self._slots.coming(request):
+            if request.phase is Phase.LOADING and not request.moving and self._slots.coming(request):
                 end = min(len(request.tokens), request.num_computed + self._step_tokens)
                 return [Work(request, request.num_computed, end, early=True)]
         return []
@@ -131,7 +139,7 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> None:
         for request in self.running:
-            if request.phase is Phase.LOADING and self._slots.loaded(request):
+            if request.phase is Phase.LOADING and not request.moving and self._slots.loaded(request):
                 request.phase = Phase.RUNNING
         while self.waiting and len(self.running) < self._max_running:
             request = self.waiting[0]
@@ -147,7 +155,7 @@ class Scheduler:
         while request.phase is Phase.RUNNING:
             if self._slots.grow(request, len(request.tokens) + 1):
                 return True
-            self._preempt(self.running[-1])
+            self._preempt(next(one for one in reversed(self.running) if not one.moving))  # itself at the latest
         return False
 
     def _preempt(self, request: Request) -> None:

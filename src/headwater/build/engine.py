@@ -1,0 +1,200 @@
+"""An engine with all that belongs to it, of every role."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from headwater.cache.cache import TieredCache
+from headwater.config import (
+    CacheConfig,
+    ResidencyConfig,
+    ServeConfig,
+    TierConfig,
+    default_node,
+    pool_kind,
+)
+from headwater.core.errors import InvalidConfig
+from headwater.core.role import Role
+from headwater.disagg.handoff import PoolReceiver, PoolSender
+from headwater.disagg.mover import Mover
+from headwater.disagg.protocol import Ticket
+from headwater.layout.frame import frame_bytes
+from headwater.layout.shard import parts
+from headwater.metrics import Metrics
+from headwater.residency.publisher import Publisher
+from headwater.storage import directory
+from headwater.storage.base import Registering, Store
+from headwater.storage.resharded import SIZES, ReshardedStore
+from headwater.storage.slab import Progress
+from headwater.transfer.tier import Naming
+
+if TYPE_CHECKING:
+    from headwater.engine.engine import Engine
+    from headwater.engine.handoffs import Handoffs
+    from headwater.engine.models.base import Model
+    from headwater.engine.tokenizer import Tokenizer
+    from headwater.transfer.arena import DeviceCache
+from headwater.build.cache import open_cache, open_publisher
+from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
+
+_STAGING_PAGES: Final = 256  # at most, and
+_STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel, but at least
+_LEAST_STAGING: Final = 8
+_CPU_BYTES: Final = 1 << 30  # of KV on a CPU, where nobody said how many
+_GPU_SHARE: Final = 0.85  # of a GPU's free memory, the same
+_HANDOFF_LANES: Final = 4  # prompts that are handed over at once; others wait
+_LANE_PAGES: Final = 16  # at most, of host memory for each of them
+_DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An engine at work with all that belongs to it."""
+
+    name: str
+    engine: "Engine"
+    tokenizer: "Tokenizer"
+    cache: TieredCache
+    metrics: Metrics
+    receiver: PoolReceiver | None = None  # of a decode node
+
+    def refusal(self, ticket: Ticket) -> str | None:
+        """Why a ticket cannot be used here, as a sentence that says what to change; None: it can. Does not block."""
+        if self.receiver is None:
+            return "this node takes nothing over: send tickets to one that was started with --role decode"
+        return self.receiver.refusal(ticket)
+
+
+@contextmanager
+def open_engine(
+    config: ServeConfig,
+    *,
+    model: "Model | None" = None,
+    metrics: Metrics | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Running]:
+    """Load the model and start an engine on a cache of all tiers that can be had; close everything at the end.
+
+    `model`: one that was loaded before, as `config` says; it stays the caller's. Blocks while weights are read and
+    stores are made. A tier that cannot be had is left out, with a sentence in the log. At the end requests are
+    cancelled, and blocks on their way to the stores get a few seconds to arrive.
+    """
+    from headwater.engine.connector import Connector  # torch takes a second to load; stores do without
+    from headwater.engine.engine import Engine, EngineConfig
+    from headwater.engine.loader import load_model, load_tokenizer
+    from headwater.transfer.arena import create_kv_cache
+    from headwater.transfer.staging import TorchStaging
+
+    metrics = metrics if metrics is not None else Metrics()
+    tokenizer = load_tokenizer(config.model)
+    if model is None:
+        model = load_model(
+            config.model, device=config.device, dtype=config.dtype, kv=config.kv, block_tokens=config.block_tokens
+        )
+    layout = model.layout
+    with ExitStack() as stack:
+        planes = stack.enter_context(create_kv_cache(layout, _num_blocks(config, model), model.device))
+        stores = open_tiers(config, stack, metrics=metrics, progress=progress, needs_pool=config.role is not Role.MIXED)
+        staging = None
+        if stores:
+            page = frame_bytes(layout.plane_bytes)
+            num_pages = max(_LEAST_STAGING, min(_STAGING_PAGES, _STAGING_BYTES // page))
+            pages = open_host_pages(page, num_pages, metrics=metrics)
+            if pages is None and config.role is not Role.MIXED:
+                raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory for its cache")
+            if pages is None:
+                stores = {}
+            else:
+                staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
+                for store in stores.values():
+                    if isinstance(store, Registering):
+                        store.register(pages.memory)
+        cache_config = CacheConfig(
+            num_slots=planes.num_blocks,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.page_bytes,
+            tiers=tuple(TierConfig(name=name) for name in stores),
+        )
+        cache = stack.enter_context(
+            open_cache(cache_config, stores, staging, layout=layout, identity=model.identity.digest, metrics=metrics)
+        )
+        publisher = None
+        if config.residency is not None:
+            told = ResidencyConfig(url=config.residency, node=config.node or default_node())
+            publisher = open_publisher(cache, told, stores, identity=model.identity.digest)
+            stack.callback(publisher.close)
+        stack.callback(cache.drain, _DRAIN_S)
+        handoffs = receiver = None
+        if config.role is not Role.MIXED:
+            handoffs, receiver = _open_handoffs(
+                config, stack, model, planes, stores[POOL_TIER], publisher=publisher, metrics=metrics
+            )
+        limits = EngineConfig(
+            max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
+        )
+        engine = stack.enter_context(Engine(model, planes, Connector(cache, model.identity), limits, handoffs=handoffs))
+        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, receiver)
+
+
+def _open_handoffs(
+    config: ServeConfig,
+    stack: ExitStack,
+    model: "Model",
+    planes: "DeviceCache",
+    store: Store,
+    *,
+    publisher: Publisher | None,
+    metrics: Metrics,
+) -> "tuple[Handoffs, PoolReceiver | None]":
+    """What a prefill or a decode node hands KV over with: pages of its own, in lanes, between device and pool."""
+    from headwater.engine.handoffs import Handoffs
+    from headwater.transfer.staging import TorchStaging
+
+    layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
+    page = frame_bytes(layout.plane_bytes)
+    num_pages = _HANDOFF_LANES * max(1, min(_LANE_PAGES, _STAGING_BYTES // (_HANDOFF_LANES * page)))
+    pages = open_host_pages(page, num_pages, metrics=metrics)
+    if pages is None:
+        raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory to hand KV over")
+    stack.enter_context(pages)
+    if isinstance(store, Registering):
+        store.register(pages.memory)
+    staging = stack.enter_context(TorchStaging(planes, pages))
+    naming = Naming(identity=identity.digest, layout=layout)
+    others = [size for size in SIZES if size != 1]
+    view = ReshardedStore(
+        store, layout, parts(layout, 0, 1)[0], identity=identity.digest, sizes=others, metrics=metrics
+    )
+    mover = Mover(store, staging, naming=naming, view=view, num_lanes=_HANDOFF_LANES, metrics=metrics)
+    stack.callback(mover.close)
+    sender = receiver = None
+    if config.role is Role.PREFILL:
+        sender = PoolSender([mover], identity=identity, layout=layout, pool=kind, residency=publisher)
+    else:
+        receiver = PoolReceiver([mover], identity=identity, layout=layout, pool=kind, residency=publisher)
+    handoffs = Handoffs(
+        block_tokens=layout.block_tokens,
+        sender=sender,
+        receiver=receiver,
+        tier=POOL_TIER,
+        num_threads=_HANDOFF_LANES,
+    )
+    stack.callback(handoffs.close)
+    return handoffs, receiver
+
+
+def _num_blocks(config: ServeConfig, model: "Model") -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    num_bytes = config.device_bytes
+    if num_bytes is None and model.device.type == "cuda":
+        import torch
+
+        num_bytes = int(torch.cuda.mem_get_info(model.device)[0] * _GPU_SHARE)
+    elif num_bytes is None:
+        num_bytes = min(_CPU_BYTES, directory.available_memory() // 4)
+    num_blocks = num_bytes // model.layout.page_bytes
+    if num_blocks < 1:
+        raise InvalidConfig(f"{num_bytes} bytes hold no block of {model.layout.page_bytes} bytes")
+    return num_blocks

@@ -1,0 +1,150 @@
+"""Stores by what they are called in a configuration: tiers of a node, pools of a cluster, host memory for pages."""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from headwater.config import (
+    DISK_BYTES,
+    HOST_BYTES,
+    LocalStoreConfig,
+    pool_kind,
+)
+from headwater.core.errors import HostTierUnavailable, InvalidConfig, NotInstalled, StoreError
+from headwater.metrics import Metrics
+from headwater.storage import directory
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
+from headwater.storage.disabled import DisabledStore
+from headwater.storage.local import LocalStore
+from headwater.storage.mapped import MappedStore
+from headwater.storage.slab import Progress
+
+if TYPE_CHECKING:
+    from headwater.layout.spec import KVLayout
+    from headwater.transfer.arena import HostCache
+
+log = logging.getLogger("headwater")
+
+POOL_TIER: Final = "pool"
+
+
+def open_local(
+    config: LocalStoreConfig,
+    *,
+    metrics: Metrics | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    progress: Progress | None = None,
+) -> LocalStore:
+    """Open the store of a directory, addressable where it lies in memory. Raises a StoreError that says what to do."""
+    directory.prepare(config.directory)
+    kind = MappedStore if directory.is_memory(config.directory) else LocalStore
+    return kind(config, metrics=metrics, clock=clock, progress=progress)
+
+
+def open_tier(
+    config: LocalStoreConfig,
+    *,
+    metrics: Metrics | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    progress: Progress | None = None,
+) -> Store:
+    """Open the store of a directory, or say in the log why not and go on without the tier."""
+    try:
+        return open_local(config, metrics=metrics, clock=clock, progress=progress)
+    except StoreError as error:
+        log.warning("tier disabled: %s", error)
+        if metrics is not None:
+            metrics.event("tier_disabled", directory=str(config.directory), reason=str(error))
+        return DisabledStore(str(error))
+
+
+class Tiers(Protocol):
+    """What says where the tiers are, and how large: `ServeConfig`, and the options of connectors."""
+
+    @property
+    def host_directory(self) -> Path | None:
+        """None: no host tier."""
+        ...
+
+    @property
+    def host_bytes(self) -> int | None:
+        """None: the directory's own limit, HOST_BYTES for a new one."""
+        ...
+
+    @property
+    def disk_directory(self) -> Path | None:
+        """None: no disk tier."""
+        ...
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """None: the directory's own limit, DISK_BYTES for a new one."""
+        ...
+
+    @property
+    def pool(self) -> str | None:
+        """None: no pool."""
+        ...
+
+
+def open_tiers(
+    config: Tiers, stack: ExitStack, *, metrics: Metrics, progress: Progress | None, needs_pool: bool = False
+) -> dict[str, Store]:
+    """The stores that can be had, fastest first, by name; the stack closes them.
+
+    `needs_pool`: a pool that cannot be had is not left out, but raises InvalidConfig.
+    """
+    tiers: list[tuple[str, Path | None, int | None, int]] = [
+        ("host", config.host_directory, config.host_bytes, HOST_BYTES),
+        ("disk", config.disk_directory, config.disk_bytes, DISK_BYTES),
+    ]
+    stores: dict[str, Store] = {}
+    for name, path, num_bytes, default in tiers:
+        if path is None:
+            continue
+        if num_bytes is None and not (path / directory.SLAB).exists():
+            num_bytes = default  # otherwise the directory's own limit
+        store_config = LocalStoreConfig(directory=path, limit_bytes=num_bytes)
+        store = stack.enter_context(open_tier(store_config, metrics=metrics, progress=progress))
+        if not isinstance(store, DisabledStore):
+            stores[name] = store
+    if config.pool is not None:
+        try:
+            stores[POOL_TIER] = stack.enter_context(open_pool(config.pool, metrics=metrics, progress=progress))
+        except (StoreError, NotInstalled) as error:
+            if needs_pool:
+                raise InvalidConfig(f"a prefill or decode node is of no use without its pool: {error}") from error
+            log.warning("tier disabled: %s", error)
+            metrics.event("tier_disabled", tier="pool", reason=str(error))
+    return stores
+
+
+def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | None = None) -> Store:
+    """The store that is shared with others, by its address. Raises InvalidConfig, or what says what to do about it."""
+    kind = pool_kind(url)
+    if kind == "local":
+        path = Path(url.partition(":")[2])
+        new = not (path / directory.SLAB).exists()
+        limit = LocalStoreConfig(directory=path, limit_bytes=DISK_BYTES if new else None)
+        return open_local(limit, metrics=metrics, progress=progress)
+    if kind == "redis":
+        from headwater.storage.redis import RedisStore  # an extra
+
+        return RedisStore(url)
+    from headwater.storage.mooncake import MooncakeStore  # an extra
+
+    return MooncakeStore(url)
+
+
+def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics | None = None) -> "HostCache | None":
+    """Host memory for pages, or None, said in the log: then the tier is disabled, and the rest goes on."""
+    from headwater.transfer.arena import create_host_cache  # torch takes a second to load; stores do without
+
+    try:
+        return create_host_cache(page, num_pages)
+    except HostTierUnavailable as error:
+        log.warning("tier disabled: %s", error)
+        if metrics is not None:
+            metrics.event("tier_disabled", reason=str(error))
+        return None

@@ -1,0 +1,169 @@
+"""Having a node do its part for one request: a prompt computed, or the client answered; and what that says of the node.
+
+Between `router.py`, which decides who is asked and whether again, and `relay.py`, which speaks HTTP. Every attempt
+gives its slot back, whatever ends it, and is told to the node table and the metrics.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from headwater.disagg.events import event_of
+from headwater.disagg.nodes import NodeTable, Visit
+from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
+from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
+from headwater.metrics import Metrics
+
+_PREFILL: Final = "/pd/prefill"
+_DECODE: Final = "/pd/decode"
+
+
+class Asker:
+    """Asks nodes. For one event loop."""
+
+    def __init__(self, relay: Relay, nodes: NodeTable, metrics: Metrics, *, changed: Callable[[], None]) -> None:
+        """`changed` is called when a slot was given back."""
+        self._relay = relay
+        self._nodes = nodes
+        self._metrics = metrics
+        self._changed = changed
+
+    async def prefill(self, trip: Trip, visit: Visit) -> dict[str, Any]:
+        """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
+        with self._visiting(trip, visit, Phase.PREFILL) as attempt:
+            async with self._relay.exchange(_hop(trip, visit, _PREFILL, {})) as heard:
+                document = await heard.whole()
+            ticket = document.get("ticket")
+            if not isinstance(ticket, dict):
+                raise Unanswered(Trouble.FAILED, f"{visit.name} answered without a ticket")
+            if ticket.get("identity") != visit.entry.beat.identity:
+                raise Unanswered(Trouble.FAILED, f"{visit.name} gave a ticket of another identity than it told")
+        trip.num_prefills += 1
+        trip.add("prefill", attempt.seconds)
+        phases, usage = document.get("phases"), document.get("usage")
+        trip.told(phases)
+        pool_s = phases.get("pool_s") if isinstance(phases, dict) else None
+        if isinstance(pool_s, int | float) and 0 <= pool_s < 1e6:
+            trip.add("pool", pool_s)
+        computed = usage.get("computed_tokens") if isinstance(usage, dict) else None
+        if isinstance(computed, int) and 0 < computed < 1e9 and attempt.seconds > 0:
+            self._nodes.measured(visit, prefill_tokens_per_s=computed / attempt.seconds)
+        return ticket
+
+    async def answer(self, trip: Trip, visit: Visit, ticket: Mapping[str, Any] | None, client: Client) -> None:
+        """Have a decode node, or without a ticket a mixed one, answer the client. Raises Unanswered.
+
+        Before `trip.begun`, nothing has reached the client, and another may be asked.
+        """
+        phase = Phase.MIXED if ticket is None else Phase.DECODE
+        path, more = (trip.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
+        with self._visiting(trip, visit, phase) as attempt:
+            async with self._relay.exchange(_hop(trip, visit, path, more)) as heard:
+                if trip.call.stream:
+                    await self._stream(trip, visit, attempt, heard, client)
+                else:
+                    await self._whole(trip, visit, attempt, heard, client)
+
+    async def _whole(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
+        document = await heard.whole()
+        if not isinstance(document.get("choices"), list):
+            raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
+        now_s = asyncio.get_running_loop().time()
+        first_s = heard.seconds(FIRST_SECONDS)
+        _first(trip, visit, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
+        trip.seconds["total"] = now_s - trip.began_s
+        with_usage(document, trip)
+        trip.begun = trip.done = True
+        await client.whole(document)
+
+    async def _stream(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
+        now_s = asyncio.get_running_loop().time
+        async for event, said in heard.events():
+            if not trip.begun:
+                if "choices" not in said:
+                    raise Unanswered(Trouble.FAILED, f"{visit.name} began a stream without an answer")
+                _first(trip, visit, attempt, heard, now_s())
+                trip.begun = True
+                await client.begin()
+            if said.get("usage"):
+                trip.seconds["total"] = now_s() - trip.began_s
+                event = event_of(said) if with_usage(said, trip) else event
+            await client.event(event)
+            if "error" in said:  # the node's own last word; the client has it
+                trip.outcome = Outcome.BROKEN
+        await client.end()
+        trip.done = True
+        await heard.tidy()
+        if trip.outcome is Outcome.BROKEN:
+            raise Unanswered(Trouble.FAILED, f"{visit.name} ended its stream with an error")
+
+    @contextmanager
+    def _visiting(self, trip: Trip, visit: Visit, phase: Phase) -> Iterator[Attempt]:
+        """While a node is asked: remembers what became of it, and gives the slot back."""
+        now_s = asyncio.get_running_loop().time
+        attempt = Attempt(phase=phase, node=visit.name, began_s=now_s())
+        trip.attempts.append(attempt)
+        try:
+            yield attempt
+            attempt.outcome = "ok"
+            self._nodes.went_well(visit)
+            trip.nodes[phase] = visit.name
+        except Unanswered as error:
+            attempt.outcome, attempt.why = error.trouble, str(error)
+            self._blame(visit, error.trouble, now_s())
+            raise
+        except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
+            late = isinstance(error, asyncio.CancelledError) and now_s() >= trip.call.until_s
+            attempt.outcome = "late" if late else "gone"
+            if late:
+                self._nodes.failed(visit, now_s(), at_once=False)
+            else:
+                self._nodes.unproven(visit, now_s())
+            raise
+        finally:
+            attempt.seconds = now_s() - attempt.began_s
+            if attempt.outcome != "ok":
+                trip.add("retries", attempt.seconds)
+            visit.end()
+            self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
+            self._changed()
+
+    def _blame(self, visit: Visit, trouble: Trouble, now_s: float) -> None:
+        if trouble is Trouble.REFUSED:
+            self._nodes.refused(visit, now_s)
+        elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
+            self._nodes.went_well(visit)
+        elif self._nodes.failed(visit, now_s, at_once=trouble in (Trouble.BROKEN, Trouble.HUNG)):
+            self._metrics.event("node_resting", node=visit.name, why=trouble)
+
+
+def _first(trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, now_s: float) -> None:
+    """The first token is there."""
+    pool_s = heard.seconds(POOL_SECONDS)
+    if pool_s is not None:
+        trip.add("pool", pool_s)
+    visit.computed()
+    trip.nodes[attempt.phase] = visit.name
+    trip.add("decode" if attempt.phase is Phase.DECODE else "mixed", now_s - attempt.began_s)
+    trip.seconds["ttft"] = now_s - trip.began_s
+
+
+def _hop(trip: Trip, visit: Visit, path: str, more: Mapping[str, Any] | None) -> Hop:
+    """What is sent: the client's body, in an envelope where there is `more` to say."""
+    call, content = trip.call, trip.call.content
+    if more is not None:
+        envelope = json.dumps({"endpoint": call.endpoint, **more}, allow_nan=False, separators=(",", ":"))
+        content = envelope[:-1].encode() + b',"body":' + content + b"}"
+    return Hop(
+        node=visit.name,
+        url=visit.entry.beat.url,
+        path=path,
+        content=content,
+        request_id=call.request_id,
+        attempt=secrets.token_hex(8),
+        timeout_s=call.until_s - asyncio.get_running_loop().time(),
+        stream=call.stream and path != _PREFILL,
+    )

@@ -1,0 +1,53 @@
+"""Server-sent events out of chunks of bytes: each whole, checked to be one, and its bytes kept as they came. Pure."""
+
+import json
+from typing import Any, Final
+
+from headwater.core.errors import HeadwaterError
+
+DONE: Final = b"data: [DONE]\n\n"
+MAX_EVENT_BYTES: Final = 4 << 20
+
+_DATA: Final = b"data:"
+
+
+class NotEvents(HeadwaterError):
+    """These bytes are no stream of OpenAI's events."""
+
+
+class EventReader:
+    """Takes chunks, gives events."""
+
+    def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._rest = b""
+        self._limit_bytes = limit_bytes
+
+    def feed(self, chunk: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+        """The events that are whole now, each with the object in it ({} for `[DONE]`). Raises NotEvents.
+
+        Comments are left out: they say that somebody lives, and that was heard.
+        """
+        *whole, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > self._limit_bytes:
+            raise NotEvents(f"an event of more than {self._limit_bytes} bytes")
+        return [(event + b"\n\n", _said(event)) for event in whole if event and not event.startswith(b":")]
+
+
+def event_of(document: dict[str, Any]) -> bytes:
+    """An object as an event."""
+    return _DATA + b" " + json.dumps(document, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _said(event: bytes) -> dict[str, Any]:
+    if not event.startswith(_DATA) or b"\n" in event:
+        raise NotEvents(f"{event[:40]!r} is no data of one line")
+    data = event[len(_DATA) :].strip()
+    if data == b"[DONE]":
+        return {}
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise NotEvents(f"{data[:40]!r} is no JSON") from error
+    if not isinstance(found, dict) or not (isinstance(found.get("choices"), list) or "error" in found):
+        raise NotEvents(f"{data[:40]!r} is no part of an answer")
+    return found

@@ -1,0 +1,277 @@
+"""The node table: who is there, for how long that is believed, how busy each is, and who is left alone for a while.
+
+Pure: told the time, knows no socket. A node is there while its lease runs; it joins, stays and is found again by
+heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. What it said of its load is carried
+forward with what this router has sent there since.
+
+Invariants:
+- All nodes that are there have one identity, layout, block size and model name. Another is refused with a sentence
+  (`NodeRefused`); it may come when the last of the others has gone.
+- A name belongs to the newest process that used it (`epoch`), and to one address at a time.
+- A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
+- A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
+  connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
+"""
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from headwater.core.breaker import Breaker
+from headwater.core.errors import InvalidInput
+from headwater.core.role import Role
+from headwater.disagg.beat import Beat, Rates
+from headwater.disagg.choice import NodeFacts
+
+_FAILURES: Final = 3  # bad answers in a row, until a node is left alone
+_WEIGHT: Final = 0.2  # of a new measurement
+
+
+class NodeRefused(InvalidInput):
+    """A node that cannot be one of these. The message says what to change."""
+
+
+class Came(enum.StrEnum):
+    """What a heartbeat was."""
+
+    NEW = "new"
+    KNOWN = "known"
+    LEFT = "left"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A node that is there."""
+
+    beat: Beat
+    until_s: float
+    breaker: Breaker
+    since_s: float
+    told_to_drain: bool = False
+    num_running: int = 0  # our requests there
+    pending_tokens: int = 0  # of our prompts that it has yet to compute
+    refused_until_s: float = 0.0
+    measured: Rates = field(default_factory=Rates)  # by this router
+    num_taken: int = 0  # slots of ours, less those given back, since its last word on its load
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self.told_to_drain or self.beat.draining
+
+    def facts(self, now_s: float) -> NodeFacts:
+        """What is known of it now."""
+        free = 0 if now_s < self.refused_until_s else max(0, self.beat.load.free_slots - self.num_taken)
+        said, seen = self.beat.rates, self.measured
+        return NodeFacts(
+            name=self.beat.node,
+            role=self.beat.role,
+            free_slots=free,
+            num_requests=max(self.num_running, self.beat.load.running + self.beat.load.waiting),
+            pending_tokens=self.pending_tokens,
+            rates=Rates(**{one: getattr(said, one) or getattr(seen, one) for one in Rates.__slots__}),
+            draining=self.draining,
+            resting=not self.breaker.would_allow(now_s),
+        )
+
+
+class Visit:
+    """One request at one node. Must be ended once, in any case."""
+
+    def __init__(self, entry: Entry, tokens: int) -> None:
+        self.entry = entry
+        self._tokens = tokens
+        entry.num_running += 1
+        entry.num_taken += 1
+        entry.pending_tokens += tokens
+
+    @property
+    def name(self) -> str:
+        """Whom it is to."""
+        return self.entry.beat.node
+
+    def computed(self) -> None:
+        """Its prompt is computed: whoever comes next need not wait for that. Idempotent."""
+        self.entry.pending_tokens -= self._tokens
+        self._tokens = 0
+
+    def end(self) -> None:
+        """Give the slot back."""
+        self.computed()
+        self.entry.num_running -= 1
+        self.entry.num_taken -= 1
+
+
+class NodeTable:
+    """The nodes. For one thread."""
+
+    def __init__(self, *, pause_s: float = 1.0, max_pause_s: float = 10.0, refusal_s: float = 0.25) -> None:
+        """A node that failed is left alone for `pause_s`, up to `max_pause_s`; one that refused for `refusal_s`."""
+        self._entries: dict[str, Entry] = {}
+        self._drained: dict[str, int] = {}  # by name, the process that was told to, also while its lease has run out
+        self._pause_s = pause_s
+        self._max_pause_s = max_pause_s
+        self._refusal_s = refusal_s
+
+    def heard(self, beat: Beat, now_s: float) -> Came:
+        """Take in a heartbeat. Raises NodeRefused."""
+        self.expire(now_s)
+        known = self._entries.get(beat.node)
+        if known is not None:
+            self._require_name(known.beat, beat)
+        if beat.lease_s == 0:
+            self._entries.pop(beat.node, None)
+            return Came.LEFT
+        for other in self._entries.values():
+            if other is not known:
+                _require_fit(other.beat, beat)
+        if known is not None and known.beat.epoch == beat.epoch:
+            known.beat, known.until_s, known.num_taken = beat, now_s + beat.lease_s, 0
+            return Came.KNOWN
+        breaker = Breaker(failures=_FAILURES, pause_s=self._pause_s, max_pause_s=self._max_pause_s)
+        entry = Entry(beat, now_s + beat.lease_s, breaker, now_s)
+        entry.told_to_drain = self._drained.get(beat.node) == beat.epoch
+        self._entries[beat.node] = entry
+        return Came.NEW
+
+    @staticmethod
+    def _require_name(known: Beat, beat: Beat) -> None:
+        if beat.epoch < known.epoch:
+            raise NodeRefused(f"a newer process is called {beat.node}: give this one another name, or end it")
+        if beat.epoch == known.epoch and (beat.url, beat.role) != (known.url, known.role):
+            raise NodeRefused(
+                f"{beat.node} is the {known.role} node at {known.url}, and not the {beat.role} node at {beat.url}: "
+                "give each node a name of its own"
+            )
+
+    def expire(self, now_s: float) -> list[str]:
+        """Forget who was silent for its lease, and say who that was."""
+        gone = [name for name, one in self._entries.items() if one.until_s <= now_s]
+        for name in gone:
+            del self._entries[name]
+        return gone
+
+    def get(self, name: str) -> Entry | None:
+        """A node that is there, as of the last `heard` or `expire`."""
+        return self._entries.get(name)
+
+    def entries(self) -> list[Entry]:
+        """All that are there, by name."""
+        return [self._entries[name] for name in sorted(self._entries)]
+
+    def facts(self, now_s: float) -> list[NodeFacts]:
+        """What is known of each that is there now."""
+        self.expire(now_s)
+        return [one.facts(now_s) for one in self.entries()]
+
+    def drain(self, name: str, *, draining: bool) -> Entry:
+        """Give a node nothing new, or give it something again. Raises InvalidInput if it is not there."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise InvalidInput(f"no node is called {name!r:.80}")
+        entry.told_to_drain = draining
+        if draining:
+            self._drained[name] = entry.beat.epoch
+        else:
+            self._drained.pop(name, None)
+        return entry
+
+    def visit(self, name: str, *, tokens: int, now_s: float) -> Visit | None:
+        """Send a request there; None if it went, or somebody else is probing it."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.breaker.allows(now_s):
+            return None
+        return Visit(entry, tokens)
+
+    # --- what became of a visit ---------------------------------------------------------------------------------------
+
+    def went_well(self, visit: Visit) -> None:
+        """It answered."""
+        visit.entry.breaker.succeeded()
+
+    def refused(self, visit: Visit, now_s: float) -> None:
+        """It has no room. That is an answer: it lives."""
+        visit.entry.breaker.succeeded()
+        visit.entry.refused_until_s = now_s + self._refusal_s
+
+    def failed(self, visit: Visit, now_s: float, *, at_once: bool) -> bool:
+        """It failed; `at_once` leaves it alone from now on. True if it is left alone from now on."""
+        failed = visit.entry.breaker.failed
+        return any(failed(now_s) for _ in range(_FAILURES if at_once else 1))
+
+    def unproven(self, visit: Visit, now_s: float) -> None:
+        """Nobody waited for its answer."""
+        visit.entry.breaker.unproven(now_s)
+
+    def measured(self, visit: Visit, **rates: float) -> None:
+        """Tokens a second that this router saw, by name of the rate."""
+        old = visit.entry.measured
+        for name, rate in rates.items():
+            before = getattr(old, name) or rate
+            old = replace(old, **{name: before + _WEIGHT * (rate - before)})
+        visit.entry.measured = old
+
+    # --- what is told -------------------------------------------------------------------------------------------------
+
+    def models(self) -> dict[str, tuple[int | None, float]]:
+        """By name: tokens that every node takes, and since when it is served."""
+        found: dict[str, tuple[int | None, float]] = {}
+        for one in self._entries.values():
+            limit, since_s = found.get(one.beat.model, (None, one.since_s))
+            both = [most for most in (limit, one.beat.max_model_len) if most is not None]
+            found[one.beat.model] = (min(both, default=None), min(since_s, one.since_s))
+        return found
+
+    def blocks(self) -> tuple[bytes, int] | None:
+        """The identity of all nodes and their blocks' tokens; None where there are none. From any thread."""
+        some = list(self._entries.values())[:1]
+        return (bytes.fromhex(some[0].beat.identity), some[0].beat.block_tokens) if some else None
+
+    def documents(self, now_s: float) -> list[dict[str, Any]]:
+        """All that is known of each, for people."""
+        self.expire(now_s)
+        return [
+            {
+                **one.beat.document(),
+                "lease_left_s": round(one.until_s - now_s, 3),
+                "draining": one.draining,
+                "told_to_drain": one.told_to_drain,
+                "breaker": one.breaker.state.name.lower(),
+                "requests_of_this_router": one.num_running,
+                "pending_tokens": one.pending_tokens,
+                "believed_free_slots": one.facts(now_s).free_slots,
+            }
+            for one in self.entries()
+        ]
+
+    def counts(self, now_s: float) -> dict[tuple[Role, str], int]:
+        """How many nodes of each role can be used, drain, rest or are full."""
+        found = {(role, state): 0 for role in Role for state in ("usable", "draining", "resting", "full")}
+        for one in self.facts(now_s):
+            state = "draining" if one.draining else "resting" if one.resting else "usable" if one.free_slots else "full"
+            found[one.role, state] += 1
+        return found
+
+
+def _require_fit(here: Beat, beat: Beat) -> None:
+    """Refuse a node whose KV or whose answers would not be those of the nodes that are here."""
+    if beat.block_tokens != here.block_tokens:
+        raise NodeRefused(
+            f"{beat.node} has blocks of {beat.block_tokens} tokens and {here.node}, which is here, of "
+            f"{here.block_tokens}: start all nodes with the same block size"
+        )
+    if beat.layout != here.layout:
+        raise NodeRefused(
+            f"{beat.node} has the KV layout {beat.layout[:12]} and {here.node}, which is here, {here.layout[:12]}: "
+            "start all nodes with the same model and the same KV dtype"
+        )
+    if beat.identity != here.identity:
+        raise NodeRefused(
+            f"{beat.node} has the cache identity {beat.identity[:12]} and {here.node}, which is here, "
+            f"{here.identity[:12]}: start all nodes with the same weights, configuration, adapter and quantisation"
+        )
+    if beat.model != here.model:
+        raise NodeRefused(
+            f"{beat.node} calls its model {beat.model!r} and {here.node}, which is here, {here.model!r}: "
+            "start all nodes with the same model name"
+        )

@@ -1,0 +1,319 @@
+"""One exchange with one node over HTTP: sent, watched, judged. The answer, or one `Unanswered` that says why not.
+
+A node that says nothing is asked, after `silence_s`, whether it still works on the attempt (`GET /pd/attempts/{id}`):
+one that computes for minutes says so and is waited for, one that hangs costs `silence_s + probe_s` and no more. The
+request's deadline is the caller's (`asyncio.timeout`): whatever ends an exchange closes its connection, and that is
+how a node hears that nobody waits any more. Each exchange has a connection of its own: a kept one may be dead without
+anybody knowing, and what that saves is nothing beside a prompt.
+
+Not here: which node, whether to try another (`router.py`), what reaches the client.
+
+Invariants: every failure of a node is an `Unanswered`, nothing else escapes but the caller's own errors; an answer is
+held up to `max_answer_bytes`, an event up to MAX_EVENT_BYTES; nothing is read from the environment.
+"""
+
+import asyncio
+import enum
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.disagg.events import EventReader, NotEvents
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
+
+REQUEST_ID: Final = "x-request-id"
+ATTEMPT: Final = "x-headwater-attempt"
+TIMEOUT: Final = "x-headwater-timeout-s"
+POOL_SECONDS: Final = "x-headwater-pool-s"
+FIRST_SECONDS: Final = "x-headwater-first-s"
+
+# What a decode node may say of the pages that a ticket names, where only another prefill helps; all else that goes
+# wrong with its reading is its own, and another node may do better.
+PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "unknown_version"})
+
+_MAX_ERROR_BYTES: Final = 64 << 10
+_MAX_REASON: Final = 300
+_TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
+
+
+class Trouble(enum.StrEnum):
+    """Why a node did not answer."""
+
+    REFUSED = "refused"  # no room: ask another
+    REJECTED = "rejected"  # the client's fault: it hears what the node said
+    MISSING = "missing"  # the pool has not, or not whole, what the ticket names: prefill again
+    FAILED = "failed"  # the node said so, or said nonsense
+    BROKEN = "broken"  # no connection, or it broke
+    HUNG = "hung"  # not a word, not even about itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """What is sent where."""
+
+    node: str
+    url: str
+    path: str
+    content: bytes
+    request_id: str
+    attempt: str  # a name of its own for each attempt: a client may send the same id twice
+    timeout_s: float  # left until the request's deadline
+    stream: bool = False  # events are wanted
+
+
+class Unanswered(HeadwaterError):
+    """A node did not answer. The message is for the client; `document` is the node's own, where that is to go on."""
+
+    def __init__(
+        self, trouble: Trouble, reason: str, *, status: int = 502, document: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.trouble = trouble
+        self.status = status
+        self.document = document
+
+
+class Heard:
+    """An answer that has begun, with status 200."""
+
+    def __init__(self, hop: Hop, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
+        self._hop = hop
+        self._response = response
+        self._watch = watch
+        self._limit_bytes = limit_bytes
+        self._chunks = response.aiter_raw()
+
+    def seconds(self, header: str) -> float | None:
+        """A time that the node measured, from a header; None if it says none."""
+        with suppress(ValueError):
+            value = float(self._response.headers.get(header, ""))
+            return value if 0 <= value < 1e6 else None
+        return None
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, a JSON object. Raises Unanswered."""
+        body = bytearray()
+        while (chunk := await self._chunk()) is not None:
+            body += chunk
+            if len(body) > self._limit_bytes:
+                raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
+        found = _object(bytes(body))
+        if found is None:
+            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
+        return found
+
+    async def events(self) -> AsyncIterator[tuple[bytes, dict[str, Any]]]:
+        """The events of a stream, each whole: its bytes, and what it says; `[DONE]` says {}. Raises Unanswered.
+
+        Ends after `[DONE]`, or after an event that says `error`. A stream that ends before is a broken one.
+        """
+        if not self._response.headers.get("content-type", "").startswith("text/event-stream"):
+            raise Unanswered(Trouble.FAILED, f"{self._hop.node} was asked for a stream and sent something else")
+        reader = EventReader()
+        while (chunk := await self._chunk()) is not None:
+            try:
+                events = reader.feed(chunk)
+            except NotEvents as error:
+                raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no stream: {error}") from error
+            for event, said in events:
+                yield event, said
+                if not said or "error" in said:
+                    return
+        raise Unanswered(Trouble.BROKEN, f"the stream of {self._hop.node} ended in the middle")
+
+    async def tidy(self) -> None:
+        """Let a stream end by itself after its last event, so that its node does not take us for somebody who left."""
+        with suppress(TimeoutError, httpx2.HTTPError):
+            async with asyncio.timeout(_TIDY_S):
+                while await self._chunk() is not None:
+                    pass
+
+    async def _chunk(self) -> bytes | None:
+        with self._watch:
+            return await anext(self._chunks, None)
+
+
+class Relay:
+    """The way to the nodes. For one event loop; `aclose` it there."""
+
+    def __init__(
+        self,
+        *,
+        connect_s: float,
+        silence_s: float,
+        probe_s: float,
+        max_answer_bytes: int,
+        node_key: str | None = None,
+    ) -> None:
+        """`node_key` is sent to nodes as a bearer token."""
+        self._silence_s = silence_s
+        self._probe_s = probe_s
+        self._limit_bytes = max_answer_bytes
+        self._connect_s = connect_s
+        self._headers = {"accept-encoding": "identity", "user-agent": "headwater-router", "connection": "close"}
+        if node_key is not None:
+            self._headers["authorization"] = f"Bearer {node_key}"
+        self._clients: dict[bool, httpx2.AsyncClient] = {}
+
+    async def aclose(self) -> None:
+        """Close everything. Idempotent."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _client(self, url: str) -> httpx2.AsyncClient:
+        secure = url.startswith("https:")
+        if secure not in self._clients:
+            self._clients[secure] = httpx2.AsyncClient(
+                headers=self._headers,
+                timeout=httpx2.Timeout(None, connect=self._connect_s),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+                verify=secure,  # reading the machine's certificates takes a while, and is for nothing without TLS
+                follow_redirects=False,
+                trust_env=False,
+            )
+        return self._clients[secure]
+
+    @asynccontextmanager
+    async def exchange(self, hop: Hop) -> AsyncIterator[Heard]:
+        """Send, and wait for an answer that begins with 200. Raises Unanswered, now or while it is read."""
+        watch: _Watch | None = None
+        try:
+            async with asyncio.timeout(None) as alarm:
+                async with _Watch(self, hop, alarm) as watch:
+                    with watch:
+                        response = await self._send(hop)
+                    try:
+                        if response.status_code != 200:
+                            with watch:
+                                raise judge(hop.node, response.status_code, await _read_error(response))
+                        yield Heard(hop, response, watch, limit_bytes=self._limit_bytes)
+                    finally:
+                        await response.aclose()
+        except TimeoutError:
+            if watch is None or watch.why is None:
+                raise  # the caller's own
+            raise Unanswered(Trouble.HUNG, f"{hop.node} {watch.why}") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
+
+    async def _send(self, hop: Hop) -> httpx2.Response:
+        headers = {
+            "content-type": "application/json",
+            "accept": "text/event-stream" if hop.stream else "application/json",
+            REQUEST_ID: hop.request_id,
+            ATTEMPT: hop.attempt,
+            TIMEOUT: f"{max(hop.timeout_s, 0.0):.3f}",
+        }
+        client = self._client(hop.url)
+        request = client.build_request("POST", hop.url + hop.path, content=hop.content, headers=headers)
+        return await client.send(request, stream=True)
+
+    @property
+    def silence_s(self) -> float:
+        """How long a node may say nothing before it is asked."""
+        return self._silence_s
+
+    async def probe(self, hop: Hop) -> str | None:
+        """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
+        silent = f"said nothing for {self._silence_s:g} s"
+        try:
+            async with asyncio.timeout(self._probe_s):
+                found = await self._client(hop.url).get(f"{hop.url}/pd/attempts/{hop.attempt}")
+        except (TimeoutError, httpx2.HTTPError):
+            return f"{silent}, nor when it was asked"
+        if found.status_code != 200:
+            return f"{silent}, and does not know this request"
+        idle = (_object(found.content) or {}).get("idle_s")
+        if not isinstance(idle, int | float) or not 0 <= idle <= self._silence_s:
+            return f"{silent}, and has not computed anything for {idle!r:.20} s"
+        return None
+
+
+class _Watch:
+    """Sounds the alarm when a node is silent and cannot say why. As a context: while we listen to the node."""
+
+    def __init__(self, relay: Relay, hop: Hop, alarm: asyncio.Timeout) -> None:
+        self.why: str | None = None
+        self._relay = relay
+        self._hop = hop
+        self._alarm = alarm
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None  # when we began to wait for its next word; None: it waits for us
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._since_s = self._loop.time()
+
+    def __exit__(self, *raised: object) -> None:
+        self._since_s = None
+
+    async def __aenter__(self) -> "_Watch":
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        silence_s, asked_s = self._relay.silence_s, 0.0
+        while True:
+            since_s = self._since_s
+            quiet_s = 0.0 if since_s is None else self._loop.time() - max(since_s, asked_s)
+            if quiet_s < silence_s:
+                await asyncio.sleep(silence_s - quiet_s)
+                continue
+            why = await self._relay.probe(self._hop)
+            asked_s = self._loop.time()
+            if why is not None and self._since_s == since_s:  # not a word in between
+                self.why = why
+                self._alarm.reschedule(asked_s)
+                return
+
+
+def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswered:
+    """What an answer that is not 200 means. Pure."""
+    error = (document or {}).get("error")
+    error = error if isinstance(error, dict) else {}
+    said = error.get("message")
+    reason = said[:_MAX_REASON] if isinstance(said, str) and said else f"status {status}"
+    about = f"{node}: {reason}"
+    if status in (429, 503):
+        return Unanswered(Trouble.REFUSED, about, status=503)
+    if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
+        return Unanswered(Trouble.REJECTED, reason, status=status, document=dict(document))
+    kind = (document or {}).get("kind")
+    if status == 502 and isinstance(kind, str) and kind in PREFILL_AGAIN:
+        at = (document or {}).get("first_missing_block")
+        where = f" from block {at} on" if isinstance(at, int) else ""
+        return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
+    return Unanswered(Trouble.FAILED, about)
+
+
+async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:
+    body = bytearray()
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > _MAX_ERROR_BYTES:
+            return None
+    return _object(bytes(body))
+
+
+def _object(body: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON]

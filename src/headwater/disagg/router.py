@@ -1,0 +1,361 @@
+"""The router: one OpenAI address in front of prefill, decode and mixed nodes. It decides who is asked, and how often.
+
+What happens to one request: a look into the residency index, bounded (`lookup.py`); a place in line until some node has
+room (`gate.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and perhaps again. Not here:
+HTTP towards clients (`serve/router_app.py`), who is there (`nodes.py`).
+
+Invariants:
+- Every request ends by its deadline: with an answer, or with an error that says why.
+- What can still fail reaches no client: a stream begins with the first whole event of a node that has everything it
+  needs, an answer in one piece is sent when it is whole. Until then another node may be tried; afterwards never. So a
+  client's tokens are one node's, and no token precedes a 502.
+- Trying again is bounded: `max_attempts` failures, `max_refusals` refusals, `max_prefills` prefills, the deadline.
+- Whatever ends a request, its exchange is closed and its slot given back.
+
+# The protocol
+
+    client --/v1/...--> router --/pd/prefill--> prefill node   computes, writes the pool, answers with a ticket
+                          |-----/pd/decode----> decode node    reads the pool, answers: the first token too
+                          `-----/v1/...-------> mixed node     does both
+
+All bodies are JSON. Every request of the router has these headers; `Authorization: Bearer KEY` too, where there is one:
+
+    x-request-id            the client's, or one that the router made: for logs, tickets, the answer's id. Not unique
+    x-headwater-attempt     hex, one per attempt: unique
+    x-headwater-timeout-s   seconds until nobody waits any more: no work after that
+
+**A connection that closes is a cancellation**: at whatever stage, the node stops working on it and frees what it holds.
+
+`POST /pd/prefill`: {"endpoint": "/v1/completions" or "/v1/chat/completions", "body": the client's}
+
+    200  {"ticket": {...}, "usage": {"prompt_tokens", "cached_tokens", "computed_tokens"},
+          "phases": {"pool_s", "queue_s", "prefill_s", "pool_write_s"}}
+         only when the pool has every block. `ticket` is opaque here, but for its `identity` (hex), which must be the
+         one in the heartbeat. `pool_s`: seconds spent writing that computing did not hide. All but the ticket may lack.
+         The parts become some of `usage.headwater.phases` of the answer, beside those that the decode node says there
+
+`POST /pd/decode`: {"endpoint", "ticket", "body"}
+
+    200  OpenAI's answer: with `stream` true in the body `text/event-stream`, that ends with `data: [DONE]`; else JSON.
+         It holds the whole answer, the ticket's first token included, and begins only when every block was read and
+         verified. Headers: `x-headwater-pool-s`, seconds spent reading; where the answer is JSON,
+         `x-headwater-first-s`, seconds from the request to the first token. An event {"error": {...}} ends a stream
+         that cannot go on
+    502  {"error": {...}, "kind": K, "first_missing_block": N}, never after a token. With K missing, damaged, foreign,
+         expired or unknown_version the router has the prompt prefilled again; with any other it asks another node
+
+A mixed node gets the client's body at the client's path, and answers as above.
+
+What all three may answer, in OpenAI's error shape {"error": {"message", "type", "param", "code"}}:
+
+    503, 429            no room. At once: nothing was begun. Another node is asked, and this one left alone for a moment
+    400, 413, 422,      the client's fault: the client gets this body and status
+    404 `model_not_found`
+    any other           a failure, told in `message`: another node is asked; three in a row and the node is left alone
+
+`GET /pd/attempts/{x-headwater-attempt}`, asked when a node says nothing for `silence_s`:
+
+    200  {"idle_s": seconds since the engine last got anything done, 0 while this attempt waits for the pool and has
+         time left to, "state": for people}: it is waited for, unless `idle_s` is more than `silence_s`
+    404  it does not know that attempt (any more): the router gives it up, and leaves the node alone for a while
+
+`POST /pd/nodes` at the router, the heartbeat, every third of the lease (`beat.py` has the value and its JSON):
+
+    {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
+     "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,
+     "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,
+     "load": {"running", "waiting", "free_slots": requests that it would take now; at 0 it would refuse},
+     "rates": {"prefill_tokens_per_s", "decode_tokens_per_s", "pool_tokens_per_s"}}      all from "epoch" on may lack
+
+    200  {"node", "came": "new" | "known" | "left", "draining": whether it will be given anything new}
+    400  a field is wrong           409  it does not fit those that are here: the message says what to change
+
+`POST /pd/drain` at the router: {"node", "draining": bool, true if left out}. 200 {"node", "draining", "requests": of
+this router that it still works on}, 404 if no such node is there.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from headwater.core.role import Role
+from headwater.disagg.asking import Asker
+from headwater.disagg.beat import Beat
+from headwater.disagg.choice import Candidate, Choice, choose_decode, choose_entry
+from headwater.disagg.events import event_of
+from headwater.disagg.gate import Gate
+from headwater.disagg.lookup import Looker, Lookup
+from headwater.disagg.nodes import Came, NodeRefused, NodeTable, Visit
+from headwater.disagg.relay import Relay, Trouble, Unanswered
+from headwater.disagg.settings import RouterConfig
+from headwater.disagg.trip import Call, Client, NoAnswer, Outcome, Trip
+from headwater.metrics import Metrics
+
+_GRACE_S: Final = 0.2  # for the last word to a client whose time is over
+_Taken = tuple[Candidate, Visit]
+
+
+class Router:
+    """Routes. For one event loop; `aclose` it there."""
+
+    def __init__(self, config: RouterConfig, *, metrics: Metrics, lookup: Lookup | None = None) -> None:
+        """`lookup` asks the residency index; without it, nodes come round robin."""
+        self.config = config
+        self.metrics = metrics
+        self.nodes = NodeTable(pause_s=config.pause_s, max_pause_s=config.max_pause_s)
+        self._relay = Relay(
+            connect_s=config.connect_timeout_s,
+            silence_s=config.silence_s,
+            probe_s=config.probe_timeout_s,
+            max_answer_bytes=config.max_answer_bytes,
+            node_key=config.key_for_nodes,
+        )
+        self._asker = Asker(self._relay, self.nodes, metrics, changed=self._changed)
+        self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
+        self._entrance, self._handover = Gate(), Gate()
+        self._trips: set[Trip] = set()
+        self._num_promised = 0
+        self._turns = {False: 0, True: 0}  # of entries, and of those with a ticket
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=config.num_decisions)
+
+    async def aclose(self) -> None:
+        """Close connections. Idempotent."""
+        self._looker.close()
+        await self._relay.aclose()
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def heard(self, beat: Beat) -> dict[str, Any]:
+        """Take in a heartbeat; what the node is told. Raises NodeRefused."""
+        try:
+            came = self.nodes.heard(beat, self._sweep())
+        except NodeRefused as error:
+            self.metrics.event("node_refused", node=beat.node, why=str(error))
+            raise
+        if came is not Came.KNOWN:
+            self.metrics.event("node_joined" if came is Came.NEW else "node_left", node=beat.node, role=beat.role)
+        self._changed()
+        entry = self.nodes.get(beat.node)
+        return {"node": beat.node, "came": came, "draining": entry is not None and entry.draining}
+
+    def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
+        """Give a node nothing new, or something again. Raises InvalidInput if it is not there."""
+        self._sweep()
+        entry = self.nodes.drain(node, draining=draining)
+        self.metrics.event("node_drained" if draining else "node_taken_back", node=node)
+        self._changed()
+        return {"node": node, "draining": entry.draining, "requests": entry.num_running}
+
+    def _sweep(self) -> float:
+        """The time, with everybody gone whose lease ran out before it."""
+        now_s = asyncio.get_running_loop().time()
+        for node in self.nodes.expire(now_s):
+            self.metrics.event("node_expired", node=node)
+        return now_s
+
+    def _changed(self) -> None:
+        self._entrance.changed()
+        self._handover.changed()
+
+    # --- what is told -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """Under way."""
+        return len(self._trips)
+
+    def ready(self) -> bool:
+        """Whether a request could be answered, as far as anybody knows; a node without room will have some."""
+        usable = {one.role for one in self.nodes.facts(self._sweep()) if not (one.draining or one.resting)}
+        return Role.MIXED in usable or {Role.PREFILL, Role.DECODE} <= usable
+
+    def state(self) -> dict[str, Any]:
+        """Nodes, queues, and the last decisions with their reasons, newest first."""
+        now_s = self._sweep()
+        return {
+            "ready": self.ready(),
+            "nodes": self.nodes.documents(now_s),
+            "queues": {
+                "requests": len(self._trips),
+                "waiting_for_entry": self._entrance.num_waiting,
+                "waiting_for_decode": self._handover.num_waiting,
+                "promised_to_decode": self._num_promised,
+            },
+            "index": self._looker.state,
+            "under_way": [one.document() for one in self._trips],
+            "decisions": list(self._decisions)[::-1],
+        }
+
+    def models(self) -> dict[str, tuple[int | None, float]]:
+        """Models that can be asked for: tokens that every node takes, and since when, on the event loop's clock."""
+        self._sweep()
+        return self.nodes.models()
+
+    def gauges(self) -> None:
+        """Say how things stand, to the metrics."""
+        for (role, state), count in self.nodes.counts(self._sweep()).items():
+            self.metrics.gauge("router_nodes", count, role=role, state=state)
+        waiting = self._entrance.num_waiting + self._handover.num_waiting
+        self.metrics.gauge("router_under_way", waiting, state="waiting")
+        self.metrics.gauge("router_under_way", len(self._trips) - waiting, state="running")
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    async def route(self, call: Call, client: Client) -> None:
+        """Answer a request. Raises NoAnswer if there is none and nothing was sent; cancelled if the client leaves."""
+        loop = asyncio.get_running_loop()
+        trip = Trip(call, loop.time())
+        self._trips.add(trip)
+        try:
+            try:
+                async with asyncio.timeout_at(call.until_s):
+                    await self._travel(trip, client)
+                trip.outcome = trip.outcome or Outcome.ANSWERED
+            except TimeoutError:
+                took_s = loop.time() - trip.began_s
+                message = f"there was no answer within {took_s:.3g} s"
+                raise NoAnswer(Outcome.LATE, 504, message, code="timeout") from trip.trouble
+        except NoAnswer as failure:
+            if trip.done:
+                trip.outcome = trip.outcome or Outcome.ANSWERED
+            elif trip.begun:
+                trip.outcome = Outcome.BROKEN
+                await self._break_off(client, failure)
+            else:
+                trip.outcome = failure.outcome
+                raise
+        finally:
+            self._end(trip, trip.outcome or Outcome.GONE, loop.time())
+
+    @staticmethod
+    async def _break_off(client: Client, failure: NoAnswer) -> None:
+        """Too late for a status: an event says what happened, and no `[DONE]` follows."""
+        error = {"message": str(failure), "type": "server_error", "param": None, "code": failure.code}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await client.event(event_of({"error": error}))
+                await client.end()
+
+    def _end(self, trip: Trip, outcome: Outcome, now_s: float) -> None:
+        self._trips.discard(trip)
+        self._promise(trip, promised=False)
+        trip.seconds["total"] = now_s - trip.began_s
+        trip.outcome = outcome
+        self.metrics.count("router_requests_total", outcome=outcome)
+        if outcome is Outcome.ANSWERED:
+            for phase, seconds in trip.seconds.items():
+                self.metrics.observe("router_phase_seconds", seconds, phase=phase)
+        self._decisions.append(trip.document())
+        self._changed()
+
+    async def _travel(self, trip: Trip, client: Client) -> None:
+        trip.held = await self._looker.look(trip.call.endpoint, trip.call.body)
+        trip.add("queue", asyncio.get_running_loop().time() - trip.began_s)
+        ticket: Mapping[str, Any] | None = None
+        while True:
+            candidate, visit = await self._next(trip, with_ticket=ticket is not None)
+            try:
+                if candidate.role is Role.PREFILL:
+                    ticket = await self._asker.prefill(trip, visit)
+                else:
+                    with_ticket = ticket if candidate.role is Role.DECODE else None
+                    await self._asker.answer(trip, visit, with_ticket, client)
+                    return
+            except Unanswered as trouble:
+                if self._must_prefill(trip, candidate, trouble):
+                    ticket = None
+
+    def _must_prefill(self, trip: Trip, candidate: Candidate, trouble: Unanswered) -> bool:
+        """What to do next: whether a ticket is worth nothing any more. Raises NoAnswer if nobody else may be tried."""
+        kind = trouble.trouble
+        if kind is Trouble.REJECTED:
+            raise NoAnswer(
+                Outcome.REJECTED, trouble.status, str(trouble), code="rejected", document=trouble.document
+            ) from trouble
+        if kind is Trouble.REFUSED:
+            trip.num_refused += 1
+            if trip.num_refused <= self.config.max_refusals:
+                return False
+            raise NoAnswer(Outcome.REFUSED, 503, "all nodes are busy: try again later", code="no_room") from trouble
+        trip.trouble = trouble
+        lost = kind is Trouble.MISSING and candidate.role is Role.DECODE
+        if lost:
+            trip.failed.add(trip.nodes["prefill"])  # others first: it may be what it wrote that is bad
+            enough = trip.num_prefills >= self.config.max_prefills
+        else:
+            trip.failed.add(candidate.node)
+            trip.num_failed += 1
+            enough = trip.num_failed >= self.config.max_attempts
+        if enough or trip.begun:
+            raise _failed(trip) from trouble
+        return lost
+
+    # --- who is asked -------------------------------------------------------------------------------------------------
+
+    async def _next(self, trip: Trip, *, with_ticket: bool) -> _Taken:
+        """The node to ask now; waits for room. Raises NoAnswer."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        left_out: dict[str, str] = {}
+        self._promise(trip, promised=with_ticket)
+
+        def take() -> _Taken | None:
+            if loop.time() >= trip.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
+                return None
+            choice = self._choose(trip, with_ticket=with_ticket)
+            left_out.clear()
+            left_out.update(choice.left_out)
+            taken = self._take(trip, choice)
+            self._turns[with_ticket] += taken is not None
+            return taken
+
+        gate = self._handover if with_ticket else self._entrance
+        until_s = began_s + self.config.queue_timeout_s - trip.waited_s  # in all: who is refused comes again and again
+        taken = await gate.wait(take, until_s=until_s, in_front=bool(trip.attempts))
+        trip.waited_s += loop.time() - began_s
+        trip.add("queue", loop.time() - began_s)
+        if taken is not None:
+            return taken
+        if trip.trouble is not None:
+            raise _failed(trip) from trip.trouble
+        why = "; ".join(f"{node} {reason}" for node, reason in sorted(left_out.items())[:8])
+        raise NoAnswer(
+            Outcome.REFUSED,
+            503,
+            f"no node could take the request within {self.config.queue_timeout_s:g} s: {why or 'there is none'}",
+            code="no_room" if left_out else "no_node",
+        )
+
+    def _choose(self, trip: Trip, *, with_ticket: bool) -> Choice:
+        facts = self.nodes.facts(self._sweep())
+        if with_ticket:
+            return choose_decode(facts, trip.size, trip.held, turn=self._turns[True], failed=trip.failed)
+        return choose_entry(
+            facts, trip.size, trip.held, turn=self._turns[False], promised=self._num_promised, failed=trip.failed
+        )
+
+    def _take(self, trip: Trip, choice: Choice) -> _Taken | None:
+        """The first of a choice that takes a request."""
+        now_s = asyncio.get_running_loop().time()
+        for one in choice.candidates:
+            held = 0 if trip.held is None else trip.held.at(one.node)
+            tokens = 0 if one.role is Role.DECODE else max(0, trip.size.prompt - held)
+            visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s)
+            if visit is not None:
+                self._promise(trip, promised=one.role is Role.PREFILL)
+                trip.decided(choice, one)
+                self.metrics.count("router_choices_total", role=one.role, how=choice.how)
+                return one, visit
+        return None
+
+    def _promise(self, trip: Trip, *, promised: bool) -> None:
+        """While a request is in prefill, or waits with a ticket, a slot of some decode node is as good as taken."""
+        self._num_promised += promised - trip.promised
+        trip.promised = promised
+
+
+def _failed(trip: Trip) -> NoAnswer:
+    tried = f"{len(trip.attempts)} attempts" if len(trip.attempts) > 1 else "one attempt"
+    return NoAnswer(Outcome.FAILED, 502, f"no answer after {tried}; the last: {trip.trouble}", code="upstream_failed")

@@ -1,0 +1,218 @@
+"""Requests that come from another engine, or go to one: what is done when, in the engine's thread.
+
+    to be sent    prompt computed -> `keep` the first token -> (the cache writes) -> sent -> over, with a ticket
+    taken over    slots, or refused -> (the cache loads) -> fetched -> `pay` the first token -> runs
+
+Decides and tells; bytes move in `handoffs.py`'s threads and in the cache's. Not here: steps and tokens (`engine.py`).
+
+Invariants:
+- The first token of a prompt that goes elsewhere leaves with the ticket, so when the pool has every block (rule 7).
+- The first token of one that came is told when everything before it is in its slots, loaded, fetched or computed. What
+  fails before that fails without a token.
+- A request whose slots a thread may touch is neither preempted nor released; a cancel waits for the thread (rule 2).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from headwater.core.errors import InvalidInput
+from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
+from headwater.disagg.protocol import Finish as Over
+from headwater.disagg.protocol import FirstToken, SamplerState
+from headwater.engine.connector import Connector
+from headwater.engine.handoffs import Handoffs, Outcome
+from headwater.engine.pace import Pace
+from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, TokenLogprob
+from headwater.engine.sampler import settle_seed
+from headwater.engine.scheduler import Scheduler
+
+
+class TellEnd(Protocol):
+    """A request is over, and is told so."""
+
+    def __call__(self, request: Request, finish: Finish, error: str = "", outcome: Outcome | None = None) -> None:
+        """With what came of its handoff, if that ended it."""
+        ...
+
+
+class Handover:
+    """Both directions, as far as this engine has them. Called from the engine's thread, but `check`."""
+
+    def __init__(
+        self,
+        handoffs: Handoffs | None,
+        connector: Connector,
+        scheduler: Scheduler,
+        *,
+        pace: Pace,
+        stops: Callable[[Request, int], bool],
+        tell: Callable[[Request, Output], None],
+        tell_end: TellEnd,
+        wake: Callable[[], None],
+    ) -> None:
+        """Takes the handoffs over: `close` closes them. `stops`: whether a token ends an answer."""
+        self._handoffs = handoffs
+        self._connector = connector
+        self._scheduler = scheduler
+        self._pace = pace
+        self._stops = stops
+        self._tell = tell
+        self._tell_end = tell_end
+        if handoffs is not None:
+            handoffs.on_end = wake
+
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Refuse what this engine cannot hand over. From any thread. Raises InvalidInput."""
+        handoff = request.handoff
+        if isinstance(handoff, Sending) and not (self._handoffs and self._handoffs.can_send):
+            raise InvalidInput("this engine hands nothing over: start it with a pool, as a prefill node")
+        if isinstance(handoff, Taking):
+            if not (self._handoffs and self._handoffs.can_fetch):
+                raise InvalidInput("this engine takes nothing over: start it with a pool, as a decode node")
+            if handoff.ticket.num_prompt_tokens != len(request.prompt):
+                raise InvalidInput("the ticket is of another prompt")
+            if handoff.ticket.first.token >= vocab_size:
+                raise InvalidInput(f"the first token is outside the vocabulary of {vocab_size}")
+
+    def close(self) -> None:
+        """End the threads. Blocks until nobody touches slots any more: soon, where requests were cancelled before."""
+        if self._handoffs is not None:
+            self._handoffs.close()
+
+    def go_on(self) -> None:
+        """Begin handoffs that are due, and take in those that have ended."""
+        if self._handoffs is None:
+            return
+        for request in list(self._scheduler.running):
+            if isinstance(request.handoff, Sending) and request.phase is Phase.SENDING:
+                self._send(self._handoffs, request, request.handoff)
+            elif isinstance(request.handoff, Taking) and request.phase is Phase.LOADING:
+                self._fetch(self._handoffs, request, request.handoff)
+        for request, outcome in self._handoffs.take():
+            self._pace.done_s = time.monotonic()
+            request.num_pool_bytes = outcome.num_bytes if isinstance(outcome, Sent | Fetched) else 0
+            self._count(outcome)
+            if isinstance(request.handoff, Sending):
+                self._sent(request, outcome)
+            elif isinstance(request.handoff, Taking):
+                self._fetched(request, request.handoff, outcome)
+
+    # --- to be sent ---------------------------------------------------------------------------------------------------
+
+    def keep(self, request: Request, token: int, told: TokenLogprob | None) -> None:
+        """The first token was chosen: it waits for its ticket."""
+        over = Over.LENGTH if request.sampling.max_tokens == 1 else Over.GOES_ON
+        if self._stops(request, token):
+            over = Over.STOP
+        logprob, top = (told.logprob, told.top) if told is not None else (None, ())
+        request.kept = FirstToken(token=token, logprob=logprob, top=top), over
+        request.phase = Phase.SENDING
+
+    def _send(self, handoffs: Handoffs, request: Request, sending: Sending) -> None:
+        """Send a prompt, unless that has begun. What the cache is writing already is waited for, half of the time."""
+        if request.kept is None or request.first_token_s is None:
+            return
+        patience_s = (request.first_token_s + sending.until_s) / 2
+
+        def ready() -> bool:  # in the thread that sends: a step of this one may take a second
+            if request.cancelled or time.monotonic() >= patience_s:
+                return True
+            return not (handoffs.tier and self._connector.saving(request, handoffs.tier))
+
+        first, over = request.kept
+        request.kept = None
+        state = SamplerState(seed=settle_seed(request), position=len(request.prompt) + 1)
+        handoffs.begin_send(request, first, state, over, sending.until_s, ready=ready)
+
+    def _sent(self, request: Request, outcome: Outcome) -> None:
+        request.pool_s = time.monotonic() - (request.first_token_s or request.arrived_s)
+        if request.cancelled:
+            self._end(request, Finish.CANCELLED)
+        elif isinstance(outcome, Sent):
+            self._pace.pool.measured(len(request.prompt), request.pool_s)
+            self._end(request, Finish.SENT, outcome=outcome)
+        elif isinstance(outcome, Unsent):
+            self._end(request, Finish.FAILED, f"the pool did not take the prompt: {outcome.detail}", outcome)
+
+    # --- taken over ---------------------------------------------------------------------------------------------------
+
+    def take_over(self, request: Request, taking: Taking) -> None:
+        """Slots now, or a refusal. One that is over with its first token needs none."""
+        ticket, first = taking.ticket, taking.ticket.first
+        request.seed = ticket.sampler.seed
+        told = () if first.logprob is None else (TokenLogprob(first.token, first.logprob, first.top),)
+        request.owed = Output(tokens=(first.token,), logprobs=told)
+        if ticket.finish is Over.STOP:
+            self._tell_end(request, Finish.STOP)
+        elif ticket.finish is Over.LENGTH:
+            request.tokens.append(first.token)
+            request.num_computed = len(request.prompt)  # by who sent it
+            self.pay(request)
+            self._tell_end(request, Finish.LENGTH)
+        elif not self._admit(request, taking):
+            self._tell_end(request, Finish.REFUSED, "there is no room for this request now")
+
+    def _admit(self, request: Request, taking: Taking) -> bool:
+        if not self._scheduler.has_room() or self._handoffs is None:
+            return False
+        self._connector.ask(request, time.monotonic())
+        promised = self._handoffs.tier if self._handoffs.is_promised(taking.ticket) else ""
+        if not self._connector.admit(request, promised=promised):
+            self._connector.release(request)
+            return False
+        self._scheduler.enter(request)
+        return True
+
+    def _fetch(self, handoffs: Handoffs, request: Request, taking: Taking) -> None:
+        """Fetch what the cache did not bring, when it brings no more."""
+        num_ready = self._connector.num_ready(request)
+        if num_ready is None:
+            return
+        if num_ready < taking.ticket.num_blocks:
+            request.phase = Phase.FETCHING
+            handoffs.begin_fetch(request, taking.ticket, num_ready, taking.until_s)
+        else:
+            self._fetched(request, taking, Fetched(num_blocks=0, num_bytes=0, num_tries=0, seconds=0.0))
+
+    def _fetched(self, request: Request, taking: Taking, outcome: Outcome) -> None:
+        request.pool_s = time.monotonic() - (request.admitted_s or request.arrived_s)
+        if request.cancelled:
+            self._end(request, Finish.CANCELLED)
+            return
+        if isinstance(outcome, Missing):
+            if not taking.recompute or outcome.reason is Reason.REFUSED:
+                self._end(request, Finish.FAILED, f"the pool did not give the prompt back: {outcome.detail}", outcome)
+                return
+            num_tokens = min(outcome.first_block * self._connector.block_tokens, len(request.prompt))
+        else:
+            num_tokens = len(request.prompt)
+            self._pace.pool.measured(num_tokens, request.pool_s)
+        request.handoff = None
+        self._connector.taken(request, num_tokens)
+        request.tokens.append(taking.ticket.first.token)
+        request.phase = Phase.RUNNING
+        self.pay(request)
+
+    def pay(self, request: Request) -> None:
+        """Say the first token of one that was taken over, if all that comes before it is there."""
+        if request.owed is not None and request.num_computed >= len(request.prompt):
+            request.first_token_s = time.monotonic()
+            output, request.owed = request.owed, None
+            self._tell(request, output)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, finish: Finish, error: str = "", outcome: Outcome | None = None) -> None:
+        self._connector.release(request)
+        self._scheduler.remove(request)
+        self._tell_end(request, finish, error, outcome)
+
+    def _count(self, outcome: Outcome) -> None:
+        way = "out" if isinstance(outcome, Sent | Unsent) else "in"
+        metrics = self._connector.cache.metrics
+        reason = "ok" if isinstance(outcome, Sent | Fetched) else outcome.reason.value
+        metrics.count("handoffs_total", way=way, outcome=reason)
+        metrics.observe("handoff_seconds", outcome.seconds, way=way)
+        if isinstance(outcome, Sent | Fetched):
+            metrics.count("handoff_bytes_total", outcome.num_bytes, way=way)

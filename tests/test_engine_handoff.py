@@ -1,0 +1,289 @@
+"""Requests that one engine begins and another ends: through a pool, on real engines."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.build import open_pool
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+from headwater.core.page import PageName
+from headwater.core.role import Role
+from headwater.disagg.outcome import Missing, Reason, Unsent
+from headwater.disagg.protocol import Tail, Ticket
+from headwater.engine.loader import load_model
+from headwater.engine.make_model import make_model
+from headwater.engine.models.base import Model, Span
+from headwater.engine.request import Finish
+from headwater.storage.base import Deadline
+from headwater.transfer.arena import DeviceCache
+from headwater.transfer.tier import Naming
+from pd_kit import WAIT_S, Heard, Node, new_pool, open_node, open_pair
+
+BLOCK = 16
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    found = tmp_path_factory.mktemp("model")
+    make_model("llama", found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Model:
+    """The same, loaded."""
+    return load_model(path, block_tokens=BLOCK)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> str:
+    """A pool of its own."""
+    return new_pool(tmp_path)
+
+
+@pytest.fixture
+def pair(model: Model, path: Path, pool: str) -> Iterator[tuple[Node, Node]]:
+    """Both ends."""
+    with open_pair(model, path, pool) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model, path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """One that does all by itself."""
+    with open_node(model, path, new_pool(tmp_path_factory.mktemp("own")), Role.MIXED) as node:
+        yield node
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{length} {seed}")
+    return [draw.randrange(200) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "logprobs": 2, "seed": -3}]
+)
+def test_both_ends_answer_as_one_engine(
+    pair: tuple[Node, Node], alone: Node, length: int, sampling: dict[str, Any]
+) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(length, len(str(sampling)))  # which nobody has asked for yet
+    expected = alone.ask(prompt, **sampling)
+    assert expected.last.finish is Finish.LENGTH
+    sent = prefill.send(prompt, **sampling)
+    ticket = sent.ticket
+    assert not sent.tokens, "the first token leaves with the ticket"
+    before = decode.num_computed
+    taken = decode.take(ticket, prompt, recompute=False, **sampling)
+    assert taken.last.finish is Finish.LENGTH
+    assert taken.tokens == expected.tokens
+    assert [told for one in taken.outputs for told in one.logprobs] == [
+        told for one in expected.outputs for told in one.logprobs
+    ]
+    assert decode.num_computed - before == 11, "it computes its own tokens, and none of the prompt"
+    assert taken.last.usage is not None
+    assert taken.last.usage.pool_s is not None
+    prefill.until_free()
+    decode.until_free()
+
+
+def names_of(ticket: Ticket, model: Model) -> list[PageName]:
+    naming = Naming(identity=model.identity.digest, layout=model.layout)
+    tail = [ticket.tail.key] if ticket.tail is not None else []
+    return [naming.name(key) for key in (*ticket.keys, *tail)]
+
+
+@pytest.mark.parametrize("at", [0, 2, 5], ids=["first", "middle", "tail"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_is_missing_is_computed_or_an_error_before_any_token(
+    pair: tuple[Node, Node], alone: Node, model: Model, pool: str, at: int, recompute: bool
+) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(5 * BLOCK + 7)
+    expected = alone.ask(prompt)
+    ticket = prefill.send(prompt).ticket
+    with open_pool(pool) as store:
+        store.delete(names_of(ticket, model)[at:], deadline=Deadline.after(WAIT_S))
+    taken = decode.take(ticket, prompt, recompute=recompute)
+    if recompute:
+        assert taken.last.finish is Finish.LENGTH
+        assert expected.last.finish is Finish.LENGTH
+        assert taken.tokens == expected.tokens
+        assert decode.num_computed == len(prompt) - at * BLOCK + 11
+    else:
+        assert taken.last.finish is Finish.FAILED
+        assert not taken.tokens
+        missing = taken.last.unmoved
+        assert isinstance(missing, Missing)
+        assert (missing.first_block, missing.reason) == (at, Reason.MISSING)
+    decode.until_free()
+
+
+def test_a_ticket_that_is_over_needs_no_slots(pair: tuple[Node, Node], alone: Node) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(3 * BLOCK + 2)
+    first = alone.ask(prompt, max_tokens=1)
+    assert first.last.finish is Finish.LENGTH
+    ticket = prefill.send(prompt, max_tokens=1).ticket
+    assert ticket.over
+    taken = decode.take(ticket, prompt, max_tokens=1)
+    assert (taken.last.finish, taken.tokens) == (Finish.LENGTH, first.tokens)
+    stopped = prefill.send(prompt, stop_ids=frozenset(first.tokens)).ticket
+    taken = decode.take(stopped, prompt, stop_ids=frozenset(first.tokens))
+    assert (taken.last.finish, taken.tokens) == (Finish.STOP, [])
+    assert taken.last.usage is not None
+    assert taken.last.usage.completion_tokens == 0
+    assert decode.running.engine.num_steps == 0
+
+
+def test_who_finds_no_room_is_refused_at_once(model: Model, path: Path, pool: str) -> None:
+    prompt = prompt_of(5 * BLOCK + 7)
+    with open_pair(model, path, pool, num_blocks=14) as (prefill, decode):
+        ticket = prefill.send(prompt, max_tokens=100).ticket
+        long = decode.take(ticket, prompt, max_tokens=100)
+        others = [decode.take(ticket, prompt, max_tokens=100) for _ in range(4)]
+        ends = [one.last.finish for one in (long, *others)]
+        assert ends[0] is Finish.LENGTH
+        assert Finish.REFUSED in ends
+        for one in (long, *others):
+            assert (not one.tokens) == (one.last.finish is Finish.REFUSED)
+        decode.until_free()
+
+
+def test_an_unknown_ticket_fails_alone(pair: tuple[Node, Node], alone: Node) -> None:
+    """One request's trouble is not another's."""
+    prefill, decode = pair
+    prompts = [prompt_of(3 * BLOCK + 5, seed) for seed in range(4)]
+    tickets = [prefill.send(prompt).ticket for prompt in prompts]
+    lost = replace(tickets[0], tail=Tail(BlockKey(bytes(31) + b"x"), 5))
+    bad = decode.take(lost, prompts[0], recompute=False)
+    good = [decode.take(ticket, prompt) for ticket, prompt in zip(tickets, prompts, strict=True)]
+    assert bad.last.finish is Finish.FAILED
+    assert not bad.tokens
+    for one, prompt in zip(good, prompts, strict=True):
+        expected = alone.ask(prompt)
+        assert expected.last.finish is one.last.finish is Finish.LENGTH
+        assert one.tokens == expected.tokens
+    decode.until_free()
+
+
+def test_a_pool_that_takes_nothing_gives_no_ticket(model: Model, path: Path, tmp_path: Path) -> None:
+    """Full of something else, with no room for a whole prompt: an error, and not one token."""
+    with open_node(model, path, new_pool(tmp_path, 8 << 20), Role.PREFILL, num_blocks=1024, step_tokens=512) as prefill:
+        sent = prefill.send(prompt_of(500 * BLOCK + 3), timeout_s=20.0)
+        assert sent.last.finish is Finish.FAILED
+        assert isinstance(sent.last.unmoved, Unsent)
+        assert not sent.tokens
+        prefill.until_free()
+
+
+def test_a_cancelled_handoff_gives_everything_back(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(5 * BLOCK + 7)
+    ticket = prefill.send(prompt).ticket
+    begins: tuple[tuple[Node, Callable[[], Heard]], ...] = (
+        (prefill, lambda: prefill.send(prompt)),
+        (decode, lambda: decode.take(ticket, prompt)),
+    )
+    for node, begin in begins:
+        for _ in range(20):
+            heard = begin()
+            assert heard.request is not None
+            node.running.engine.cancel(heard.request)
+            assert heard.last.finish in (Finish.CANCELLED, Finish.SENT, Finish.LENGTH)
+        node.until_free()
+
+
+def test_closing_an_engine_ends_what_is_being_handed_over(model: Model, path: Path, pool: str) -> None:
+    prompt = prompt_of(5 * BLOCK + 7)
+    with open_pair(model, path, pool) as (prefill, decode):
+        ticket = prefill.send(prompt).ticket
+        late = [prefill.send(prompt_of(5 * BLOCK + 7, seed)) for seed in range(5)]
+        late += [decode.take(ticket, prompt) for _ in range(5)]
+    for one in late:
+        assert one.last.finish in (Finish.CANCELLED, Finish.SENT, Finish.LENGTH)
+
+
+def test_the_next_turn_finds_the_answer_of_the_last(pair: tuple[Node, Node], alone: Node) -> None:
+    """Decode writes the blocks of its answer to the pool, where the next prefill finds them."""
+    prefill, decode = pair
+    prompt = prompt_of(2 * BLOCK + 3)
+    taken = decode.take(prefill.send(prompt, max_tokens=40).ticket, prompt, max_tokens=40)
+    assert taken.last.finish is Finish.LENGTH
+    assert decode.running.cache.drain(WAIT_S)
+    turn = [*prompt, *taken.tokens, *prompt_of(9, 1)]
+    before = prefill.num_computed
+    sent = prefill.send(turn)
+    assert sent.last.finish is Finish.SENT
+    num_found = (len(prompt) + len(taken.tokens) - 1) // BLOCK * BLOCK  # the last token has no KV
+    assert prefill.num_computed - before == len(turn) - num_found
+    again = decode.take(sent.ticket, turn)
+    expected = alone.ask(turn)
+    assert expected.last.finish is again.last.finish is Finish.LENGTH
+    assert again.tokens == expected.tokens
+
+
+def test_roles_are_kept(pair: tuple[Node, Node], alone: Node) -> None:
+    prefill, decode = pair
+    prompt = prompt_of(5)
+    ticket = prefill.send(prompt).ticket
+    with pytest.raises(InvalidInput, match="decode node"):
+        prefill.take(ticket, prompt)
+    with pytest.raises(InvalidInput, match="prefill node"):
+        decode.send(prompt)
+    with pytest.raises(InvalidInput, match="another prompt"):
+        decode.take(ticket, prompt_of(6))
+    for node in (prefill, alone):
+        assert node.running.refusal(ticket) is not None
+    assert decode.running.refusal(ticket) is None
+    assert decode.running.engine.num_requests == 0
+
+
+class Patient(Model):
+    """A model that computes `slow` prompts for as long as it takes: it asks before its layers again and again."""
+
+    def __init__(self, model: Model, slow: int, enough: Callable[[], bool]) -> None:
+        for name in Model.__annotations__:
+            setattr(self, name, getattr(model, name))
+        self._model, self._slow, self._enough = model, slow, enough
+        self.begun = threading.Event()
+        self.saw_enough = False
+
+    def forward(
+        self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Compute."""
+        if any(span.tokens[0] == self._slow and len(span.tokens) > 1 for span in spans):
+            self.begun.set()
+            until_s = time.monotonic() + 5
+            while not self._enough() and time.monotonic() < until_s:
+                if before_layer is not None:
+                    before_layer(0)
+                time.sleep(0.001)
+            self.saw_enough = self._enough()
+        return self._model.forward(planes, spans, before_layer=before_layer)
+
+
+def test_a_ticket_does_not_wait_for_the_step_of_another_prompt(model: Model, path: Path, pool: str) -> None:
+    told = threading.Event()
+    patient = Patient(model, 211, told.is_set)
+    with open_node(patient, path, pool, Role.PREFILL, step_tokens=4 * BLOCK) as node:
+        first = node.send(prompt_of(4 * BLOCK))  # a step of its own
+        second = node.send([211, *prompt_of(2 * BLOCK + 3)])
+        assert patient.begun.wait(WAIT_S)
+        assert first.ticket.num_blocks == 4
+        told.set()
+        assert second.ticket.num_blocks == 3
+        assert patient.saw_enough, "the first ticket came when the second prompt's step was over"
+        node.until_free()
