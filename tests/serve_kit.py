@@ -20,8 +20,10 @@ from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
 from headwater.index.slots import SlotState
-from headwater.serve.server import Server, address, listen
+from headwater.serve.server import Server
 from headwater.serve.service import Service
+from headwater.serve.sockets import address, listen
+from headwater.serve.start import heartbeats
 
 WAIT_S = 60.0  # until a test gives up; nothing is measured
 
@@ -99,7 +101,8 @@ def serving(directory: Path, model: Model, *, survives: bool = True, **options: 
     config = ServeConfig(**{"model": directory, "num_blocks": 512, **options})
     with open_engine(config, model=model) as running, listen("127.0.0.1", 0) as listener:
         answers = threading.Event()
-        server = Server(Service(running, config), announce=answers.set)
+        service = Service(running, config)
+        server = Server(service, beats=heartbeats(service, address(listener)), announce=answers.set)
         thread = threading.Thread(target=server.run, args=([listener],), name="test server")
         served = Served(address(listener), running, server, thread)
         thread.start()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig
-from headwater.serve.server import listen
+from headwater.serve.sockets import listen
 from headwater.serve.start import tiny_model
 from serve_kit import WAIT_S
 
@@ -86,12 +86,17 @@ def test_a_port_that_was_asked_for_and_is_taken_is_one_line(tmp_path: Path) -> N
         (["--model", "/nowhere"], "/nowhere"),
         (["--host-mib", "1"], "host_bytes must be"),
         (["--num-blocks", "1", "--device-mib", "1"], "not both"),
+        (["--role", "prefill"], "say --pool URL"),
+        (["--role", "cook"], "prefill, decode, mixed"),
+        (["--role", "decode", "--pool", "local:/nowhere", "--no-cache"], "leave --no-cache out"),
+        (["--router", "nowhere"], "http://HOST:PORT"),
     ],
 )
 def test_options_that_cannot_work_are_one_line(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADWATER_DIR", str(tmp_path / "base"))
+    monkeypatch.delenv("HEADWATER_POOL", raising=False)
     found = CliRunner().invoke(app, ["serve", *options])
     assert found.exit_code == 1
     assert message in found.stderr

@@ -19,7 +19,7 @@ from headwater.config import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.engine.models.base import Model
 from headwater.engine.request import Output, Phase, Request, Sampling
-from headwater.serve.server import listen
+from headwater.serve.sockets import listen
 from serve_kit import Served, directory, model, served, serving
 
 __all__ = ["directory", "model", "served"]  # fixtures

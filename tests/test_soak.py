@@ -450,7 +450,7 @@ def check_nothing_is_held(served: Served, soak: Soak) -> None:
     assert soak.loop is not None
     loop = soak.loop
     served.until(lambda: len(asyncio.all_tasks(loop)) == 1)  # uvicorn's own: nobody is being answered
-    assert not served.server._service._answers
+    assert not served.server._service._attempts
     assert served.server._service._num_inside == 0
     assert running.cache.drain(WAIT_S)
     with running.cache.still() as brain:

@@ -12,15 +12,18 @@ Invariants:
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from headwater.core.errors import HeadwaterError
+from headwater.disagg.outcome import Missing
+from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
-from headwater.engine.request import Finish, Output, Request, Sampling, TokenLogprob, Usage
+from headwater.engine.request import Finish, Output, Phase, Request, Sampling, Sending, Taking, TokenLogprob, Usage
 from headwater.engine.tokenizer import Detokenizer
-from headwater.serve.errors import closing, internal, too_late
+from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, too_late
 
 
 class ClientLeft(HeadwaterError):
@@ -114,19 +117,27 @@ class Answer:
         sampling: Sampling,
         salt: bytes,
         timeout_s: float,
+        until_s: float,
+        handoff: Sending | Taking | None = None,
     ) -> None:
-        """Submit it. Raises what `Engine.submit` raises; then nothing was taken."""
+        """Submit it; `until_s` is on the loop's clock. Raises what `Engine.submit` raises; then nothing was taken."""
         self.finish_reason: str | None = None  # known, like the usage, when `next` has said that there is no more
         self.usage: Usage | None = None
+        self.ticket: Ticket | None = None  # of one that goes on elsewhere, then too
+        self.error: ApiError | None = None  # why there was no answer, or no more of it
+        self.first_s: float | None = None  # on the loop's clock: when its first token came
         self._engine = engine
         self._transcript = transcript
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
         self._timeout_s = timeout_s
-        self._until_s = self._loop.time() + timeout_s
+        self._until_s = until_s
         self._over = False
         self._client_left = False
-        self._request = Request(name=name, prompt=prompt, sampling=sampling, salt=salt, listen=self._listen)
+        self._handoff = handoff  # the engine forgets it when it is done
+        self._request = Request(
+            name=name, prompt=prompt, sampling=sampling, salt=salt, listen=self._listen, handoff=handoff
+        )
         engine.submit(self._request)
 
     @property
@@ -134,10 +145,45 @@ class Answer:
         """Tokens of the answer, those of a stop string included."""
         return self._transcript.num_tokens
 
+    @property
+    def name(self) -> str:
+        """What the engine calls it."""
+        return self._request.name
+
+    @property
+    def handoff(self) -> Sending | Taking | None:
+        """Where it goes, or came from."""
+        return self._handoff
+
+    @property
+    def pool_s(self) -> float | None:
+        """Seconds that a handoff spent in the pool; known when the first token is there."""
+        return self._request.pool_s
+
+    @property
+    def state(self) -> str:
+        """Where it is, for people."""
+        return str(self._request.phase)
+
+    @property
+    def waits_for_pool(self) -> bool:
+        """Whether it waits for the pool, and still has time to: then nothing needs to get done for it here."""
+        moving = self._request.phase in (Phase.FETCHING, Phase.SENDING)
+        return moving and self._handoff is not None and time.monotonic() < self._handoff.until_s
+
     async def next(self) -> Piece | None:
         """More of the answer, None at its end. Raises ApiError if there is none, or no more in time; ClientLeft."""
+        try:
+            return await self._next()
+        except ApiError as error:
+            self.error = error
+            raise
+
+    async def _next(self) -> Piece | None:
         while self.finish_reason is None:
             output = await self._output()
+            if self.first_s is None and output.tokens:
+                self.first_s = self._loop.time()
             piece = self._transcript.push(output.tokens, output.logprobs)
             if self._transcript.stopped:
                 self._engine.cancel(self._request)  # it says when it is over, and what it cost
@@ -170,11 +216,13 @@ class Answer:
 
     def _end(self, output: Output) -> None:
         self._over = True
-        self.usage = output.usage
+        self.usage, self.ticket = output.usage, output.ticket
         if self._client_left:
             raise ClientLeft("the client went away")
+        if output.finish is Finish.REFUSED:
+            raise no_room()
         if output.finish is Finish.FAILED:
-            raise internal()  # the engine has logged why
+            raise _failure(output)
         if output.finish is Finish.CANCELLED and not self._transcript.stopped:
             raise closing()
 
@@ -182,3 +230,15 @@ class Answer:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+
+
+def _failure(output: Output) -> ApiError:
+    """What a client hears of a request that failed. Faults of ours are in the log and nowhere else."""
+    found = output.unmoved
+    if found is None:
+        return internal()
+    if isinstance(found, Missing):
+        message = f"block {found.first_block} of the prompt could not be had from the pool: {found.detail}"
+        return HandoffFailed(message, reason=found.reason, first_missing_block=found.first_block)
+    message = f"the pool did not take block {found.num_blocks} of the prompt: {found.detail}"
+    return ApiError(502, message, kind="server_error", code=f"handoff_{found.reason}")

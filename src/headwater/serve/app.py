@@ -1,76 +1,30 @@
-"""The application: routes, the key at the door, errors in OpenAI's shape for whatever goes wrong.
+"""A node's application: its routes, and what is said about it.
 
-`/health` is open to everybody; all else wants the key, where there is one. What happens to a request that generates
-is in `service.py`.
+`/health` is open to everybody; all else wants the key, where there is one (`door.py`). What happens to a request that
+generates is in `service.py` and `generate.py`, what routers ask for in `tickets.py`.
 """
 
-import hmac
 from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
 from headwater.serve import errors
+from headwater.serve.door import HEALTH, MODELS, application, prometheus
 from headwater.serve.errors import ApiError
+from headwater.serve.generate import Generate
 from headwater.serve.openai import Chat, Completions
-from headwater.serve.service import Generate, Service
+from headwater.serve.service import Service
+from headwater.serve.tickets import ATTEMPTS, DECODE, PREFILL, Decode, Prefill
 
 try:
     from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
-_HEALTH: Final = "/health"
 _METRICS: Final = "/metrics"
-_MODELS: Final = "/v1/models"
-_PATHS: Final = (_HEALTH, _METRICS, _MODELS, Completions.endpoint, Chat.endpoint)
-
-
-class Guard:
-    """At the door: who has no key stays outside, and every request is counted."""
-
-    def __init__(self, app: ASGIApp, *, service: Service) -> None:
-        self._app = app
-        self._service = service
-        key = service.config.api_key
-        self._key = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or not."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = "gone"
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
-            await send(message)
-
-        try:
-            if self._may_enter(scope):
-                await self._app(scope, receive, sending)
-            else:
-                await _respond(errors.wrong_key())(scope, receive, sending)
-        except Exception:
-            status = "500"
-            raise
-        finally:
-            path = scope["path"] if not scope["path"].startswith(_MODELS + "/") else _MODELS
-            endpoint = path if path in _PATHS else "other"
-            self._service.running.metrics.count("http_requests_total", endpoint=endpoint, status=status)
-
-    def _may_enter(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] == _HEALTH:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+_PATHS: Final = (HEALTH, MODELS, _METRICS, Completions.endpoint, Chat.endpoint, PREFILL, DECODE, ATTEMPTS)
 
 
 def create_app(service: Service) -> Starlette:
@@ -85,7 +39,7 @@ def create_app(service: Service) -> Starlette:
     async def metrics(http: Request) -> Response:
         running.cache.gauges()
         running.metrics.gauge("engine_requests", running.engine.num_requests)
-        return Response(running.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return prometheus(running.metrics)
 
     def described() -> dict[str, Any]:
         return {
@@ -104,30 +58,22 @@ def create_app(service: Service) -> Starlette:
             raise errors.unknown_model(http.path_params["name"], running.name)
         return JSONResponse(described())
 
+    async def attempt(http: Request) -> Response:
+        """Whether a router's request is here, and whether anything gets done."""
+        progress = service.progress_of(http.path_params["attempt"])
+        if progress is None:
+            raise ApiError(404, "no such attempt is under way here", code="not_found")
+        return JSONResponse(progress)
+
     started_s = int(config.model.stat().st_mtime)
-    app = Starlette(
-        routes=[
-            Route(_HEALTH, health),
-            Route(_METRICS, metrics),
-            Route(_MODELS, models),
-            Route(_MODELS + "/{name:path}", model),
-            *(Route(api.endpoint, Generate(service, api), methods=["POST"]) for api in (Completions(), Chat())),
-        ],
-        middleware=[Middleware(Guard, service=service)],
-        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
-    )
-    app.router.redirect_slashes = False
-    return app
-
-
-def _respond(error: ApiError) -> Response:
-    return JSONResponse(error.document(), status_code=error.status, headers=error.headers)
-
-
-async def _on_error(http: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        path, status = errors.shown(http.url.path), error.status_code
-        message = {404: f"there is no {path} here", 405: f"{path} does not take {http.method}"}
-        code = {404: "not_found", 405: "method_not_allowed"}.get(status)
-        error = ApiError(status, message.get(status, error.detail), code=code, headers=error.headers)
-    return _respond(error if isinstance(error, ApiError) else errors.internal())  # the traceback goes to the log
+    routes = [
+        Route(HEALTH, health),
+        Route(_METRICS, metrics),
+        Route(MODELS, models),
+        Route(MODELS + "/{name:path}", model),
+        Route(PREFILL, Prefill(service), methods=["POST"]),
+        Route(DECODE, Decode(service), methods=["POST"]),
+        Route(ATTEMPTS + "/{attempt}", attempt),
+        *(Route(api.endpoint, Generate(service, api), methods=["POST"]) for api in (Completions(), Chat())),
+    ]
+    return application(routes, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key)

@@ -93,6 +93,36 @@ def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
 
 
+def no_room() -> ApiError:
+    """503: at once, and nothing was begun."""
+    return ApiError(
+        503,
+        "there is no room for this request now: ask another node, or try again later",
+        kind="server_error",
+        code="no_room",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def wrong_role(message: str) -> ApiError:
+    """421: another node answers this."""
+    return ApiError(421, message, code="wrong_role")
+
+
+class HandoffFailed(ApiError):
+    """502: what prefill wrote did not get here, or not to the pool; no token was said. `kind` is for the router."""
+
+    def __init__(self, message: str, *, reason: str, first_missing_block: int | None = None) -> None:
+        super().__init__(502, message, kind="server_error", code=f"handoff_{reason}")
+        self.reason = reason
+        self._first_missing_block = first_missing_block
+
+    def document(self) -> dict[str, object]:
+        """The body: OpenAI's shape, and what the router asks for."""
+        more = {} if self._first_missing_block is None else {"first_missing_block": self._first_missing_block}
+        return {**super().document(), "kind": self.reason, **more}
+
+
 def too_late(timeout_s: float) -> ApiError:
     """504: the answer did not come in time."""
     return ApiError(504, f"the answer took longer than {timeout_s:g} s", kind="server_error", code="timeout")

@@ -9,7 +9,7 @@ Beyond OpenAI's fields, bodies may have `cache_salt` (text: only requests with t
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -225,7 +225,7 @@ class Head:
         }
 
 
-def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str]) -> Document:
+def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str], phases: Mapping[str, float]) -> Document:
     """What an answer of `num_tokens` cost; `tiers` are those of the cache, the device first."""
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -238,6 +238,7 @@ def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str]) -> Docum
             "ttft_s": usage.ttft_s,
             "total_s": usage.total_s,
             "preemptions": usage.preemptions,
+            "phases": dict(phases),
         },
     }
 

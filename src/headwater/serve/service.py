@@ -1,44 +1,74 @@
-"""The way of one request from its body to the last byte of its answer.
+"""An engine and who is being answered: the way of a request from its body into the engine, whatever is asked of it.
 
-    body -> Asked -> tokens (in a thread) -> Engine.submit -> pieces of text -> one JSON document, or a stream of events
+    body -> Asked -> tokens (in a thread) -> Engine.submit -> an Answer
 
-Not here: routes and keys (`app.py`), what fields mean (`openai.py`), text and stop strings (`answer.py`), sockets and
-signals (`server.py`).
+Not here: routes and keys (`app.py`, `door.py`), what fields mean (`openai.py`), how an answer is said (`generate.py`,
+`tickets.py`), sockets and signals (`server.py`).
 
 Invariants:
-- Whatever ends a request, its engine request is cancelled or over: a client that goes away, in the queue or in the
-  middle of a stream, is noticed by a task that does nothing but listen for it.
-- A stream begins with the first piece of text, so what fails before it is a plain error with a status.
+- Whatever ends a request, its engine request is cancelled or over.
 - At most as many bodies are held at a time as the engine takes requests.
+- An attempt of a router is known from its arrival to its end, and only once at a time.
 """
 
 import asyncio
-import json
+import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.build import Running
 from headwater.config import ServeConfig
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
-from headwater.engine.request import Sampling
+from headwater.disagg.relay import ATTEMPT
+from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
-from headwater.serve.answer import Answer, ClientLeft, Piece, Transcript
-from headwater.serve.body import Fields, read_json
+from headwater.serve.answer import Answer, Transcript
+from headwater.serve.body import Fields
+from headwater.serve.door import request_id, timeout_s
 from headwater.serve.errors import ApiError
-from headwater.serve.logprobs import token_name
-from headwater.serve.openai import Api, Asked, Head, Messages, usage_document
+from headwater.serve.openai import Api, Asked
+from headwater.serve.phases import phases_of
+from headwater.serve.prompts import encode
 
 try:
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse
-    from starlette.types import Receive, Scope, Send
+    from starlette.requests import Request
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
-_STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_WORD: Final = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request at the door."""
+
+    http: Request
+    request_id: str  # one for its whole way, not unique
+    attempt: str  # unique
+    arrived_s: float  # on the loop's clock
+    timeout_s: float
+
+    @property
+    def name(self) -> str:
+        """What the engine and its log call it."""
+        return f"{self.request_id}/{self.attempt}"
+
+    @property
+    def left_s(self) -> float:
+        """How much of its time is left."""
+        return self.arrived_s + self.timeout_s - asyncio.get_running_loop().time()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, with the prompt in tokens."""
+
+    asked: Asked
+    tokens: list[int]
 
 
 class Service:
@@ -49,122 +79,105 @@ class Service:
         self.config = config
         self.fingerprint: Final = f"hw-{running.engine.model.identity.digest.hex()[:12]}"
         self.tiers: Final = ("device", *running.cache.brain.tiers)
-        self.stopping = False
-        self._answers: set[Answer] = set()
+        self.stopping = False  # nothing new is taken
+        self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0
 
+    # --- in and out ---------------------------------------------------------------------------------------------------
+
     @contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self, http: Request) -> Iterator[Arrival]:
         """Come in with a request. Raises ApiError if there is no room, or no more."""
         if self.stopping:
             raise errors.closing()
         if self._num_inside >= self.config.max_running + self.config.max_waiting:
             raise errors.queue_full()
+        said = http.headers.get(ATTEMPT)
+        if said is not None and not _WORD.fullmatch(said):
+            raise errors.invalid(None, f"{ATTEMPT} must be a word of up to 128 characters, not {errors.shown(said)}")
+        if said in self._attempts:
+            raise ApiError(409, f"the attempt {said} is under way already", code="duplicate_attempt")
+        arrival = Arrival(
+            http=http,
+            request_id=request_id(http.scope),
+            attempt=said or secrets.token_hex(12),
+            arrived_s=asyncio.get_running_loop().time(),
+            timeout_s=timeout_s(http, self.config.request_timeout_s),
+        )
         self._num_inside += 1
+        self._attempts[arrival.attempt] = None
         try:
-            yield
+            yield arrival
         finally:
             self._num_inside -= 1
+            del self._attempts[arrival.attempt]
 
     @contextmanager
-    def answering(self, answer: Answer) -> Iterator[None]:
-        """While somebody waits for an answer; it is cancelled if it is not over then."""
-        self._answers.add(answer)
+    def answering(self, arrival: Arrival, answer: Answer) -> Iterator[None]:
+        """While somebody waits for an answer; it is cancelled if it is not over then, or if its client leaves."""
+        self._attempts[arrival.attempt] = answer
+        listener = asyncio.create_task(_notice_leaving(arrival.http, answer))
         try:
             yield
         finally:
-            self._answers.discard(answer)
+            listener.cancel()
             answer.cancel()
             self._count(answer)
+
+    @property
+    def num_inside(self) -> int:
+        """Requests that have not been answered."""
+        return self._num_inside
+
+    def progress_of(self, attempt: str) -> dict[str, Any] | None:
+        """How it goes with an attempt, as a router wants to know; None if it is not here."""
+        if attempt not in self._attempts:
+            return None
+        answer = self._attempts[attempt]
+        idle_s = 0.0 if answer is not None and answer.waits_for_pool else self.running.engine.idle_s
+        return {"idle_s": round(idle_s, 3), "state": "arriving" if answer is None else answer.state}
 
     def stop(self) -> None:
         """Cancel all answers, and take no more requests."""
         self.stopping = True
-        for answer in self._answers:
-            answer.cancel()
+        for answer in self._attempts.values():
+            if answer is not None:
+                answer.cancel()
 
     def _count(self, answer: Answer) -> None:
         usage, metrics = answer.usage, self.running.metrics
-        if usage is not None:
-            metrics.count("prompt_tokens_total", usage.prompt_tokens)
-            metrics.count("generated_tokens_total", usage.completion_tokens)
-            metrics.observe("answer_seconds", usage.total_s)
-            if usage.ttft_s is not None:
-                metrics.observe("ttft_seconds", usage.ttft_s)
-
-
-class Generate:
-    """An endpoint that generates, in the shapes of one API."""
-
-    def __init__(self, service: Service, api: Api) -> None:
-        self._service = service
-        self._api = api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        try:
-            with self._service.inside():
-                await self._handle(Request(scope, receive), send)
-        except (ClientDisconnect, ClientLeft):  # nobody is there
+        if usage is None:
             return
+        metrics.count("prompt_tokens_total", usage.prompt_tokens)
+        metrics.count("generated_tokens_total", usage.completion_tokens)
+        metrics.observe("answer_seconds", usage.total_s)
+        if usage.ttft_s is not None:
+            metrics.observe("ttft_seconds", usage.ttft_s)
+        if answer.handoff is not None and answer.finish_reason is not None:
+            for name, seconds in phases_of(usage, answer.handoff).items():
+                metrics.observe("pd_phase_seconds", seconds, phase=name.removesuffix("_s"))
 
-    async def _handle(self, http: Request, send: Send) -> None:
-        service, api = self._service, self._api
-        body = await read_json(
-            http.stream(),
-            content_type=http.headers.get("content-type"),
-            length=http.headers.get("content-length"),
-            limit_bytes=service.config.max_body_bytes,
-        )
-        asked = api.read(Fields(body))
-        if asked.model not in (None, service.running.name):
-            raise errors.unknown_model(asked.model or "", service.running.name)
-        prompt = await asyncio.to_thread(self._encode, asked)  # a long text takes a while
-        name = api.id_prefix + secrets.token_hex(12)
-        answer = self._submit(name, asked, prompt)
-        head = Head.of(name, service.running.name, service.fingerprint)
-        with service.answering(answer):
-            listener = asyncio.create_task(_notice_leaving(http.receive, answer))
-            try:
-                if asked.stream:
-                    await self._stream(answer, head, send, include_usage=asked.include_usage)
-                else:
-                    document = await self._whole(answer, head)
-                    await JSONResponse(document)(http.scope, http.receive, send)
-            finally:
-                listener.cancel()
+    # --- into the engine ----------------------------------------------------------------------------------------------
 
-    def _encode(self, asked: Asked) -> list[int]:
-        tokenizer, param = self._service.running.tokenizer, self._api.prompt_param
-        if isinstance(asked.prompt, str):
-            return tokenizer.encode(asked.prompt)
-        if isinstance(asked.prompt, Messages):
-            try:
-                return tokenizer.encode_chat(asked.prompt.messages)
-            except InvalidInput as error:
-                raise errors.invalid(param, str(error)) from error
-        return asked.prompt
+    async def read(self, api: Api, body: Fields) -> Prompt:
+        """What a body asks for. Raises ApiError."""
+        asked = api.read(body)
+        if asked.model not in (None, self.running.name):
+            raise errors.unknown_model(asked.model or "", self.running.name)
+        tokens = await asyncio.to_thread(encode, self.running.tokenizer, api, asked)  # a long text takes a while
+        return Prompt(asked, tokens)
 
-    def _submit(self, name: str, asked: Asked, prompt: list[int]) -> Answer:
-        engine, param = self._service.running.engine, self._api.prompt_param
-        room = engine.max_tokens - len(prompt)
-        if room < 1:
-            message = f"the prompt has {len(prompt)} tokens, and with its answer may have {engine.max_tokens}"
-            raise errors.too_long(param, message)
-        if asked.max_tokens is not None and asked.max_tokens > room:
-            message = (
-                f"the prompt has {len(prompt)} tokens and {asked.max_tokens} are to be generated; "
-                f"together they may be {engine.max_tokens}"
-            )
-            raise errors.too_long("max_tokens", message)
+    def submit(self, arrival: Arrival, api: Api, prompt: Prompt, *, handoff: Sending | Taking | None = None) -> Answer:
+        """Give it to the engine. Raises ApiError; then nothing was begun."""
+        asked = prompt.asked
         try:
             return Answer(
-                engine,
-                Transcript(self._service.running.tokenizer.stream(), asked.stops),
-                name=name,
-                prompt=prompt,
+                self.running.engine,
+                Transcript(self.running.tokenizer.stream(), asked.stops),
+                name=arrival.name,
+                prompt=prompt.tokens,
                 sampling=Sampling(
-                    max_tokens=asked.max_tokens or min(room, self._api.default_max_tokens or room),
+                    max_tokens=self._max_tokens(api, prompt),
                     temperature=asked.temperature,
                     top_p=asked.top_p,
                     seed=asked.seed,
@@ -172,60 +185,33 @@ class Generate:
                     ignore_eos=asked.ignore_eos,
                 ),
                 # Without a cache each request is a tenant of its own, whose blocks nobody else can find.
-                salt=asked.salt if self._service.config.cache else secrets.token_bytes(32),
-                timeout_s=self._service.config.request_timeout_s,
+                salt=asked.salt if self.config.cache else secrets.token_bytes(32),
+                timeout_s=arrival.timeout_s,
+                until_s=arrival.arrived_s + arrival.timeout_s,
+                handoff=handoff,
             )
         except QueueFull as error:
             raise errors.queue_full() from error
         except ResourceClosed as error:
             raise errors.closing() from error
         except InvalidInput as error:
-            raise errors.invalid(param, str(error)) from error
+            raise errors.invalid(api.prompt_param, str(error)) from error
 
-    async def _whole(self, answer: Answer, head: Head) -> dict[str, Any]:
-        pieces = []
-        while (piece := await answer.next()) is not None:
-            pieces.append(piece)
-        whole = Piece("".join(one.text for one in pieces), tuple(like for one in pieces for like in one.likelihoods))
-        choice = self._api.choice(whole, answer.finish_reason, self._name)
-        return head.document(self._api.whole, [choice], usage=self._usage(answer))
-
-    async def _stream(self, answer: Answer, head: Head, send: Send, *, include_usage: bool) -> None:
-        more = {"usage": None} if include_usage else {}
-
-        async def event(piece: Piece, finish_reason: str | None, *, first: bool) -> None:
-            choice = self._api.delta(piece, finish_reason, self._name, first=first)
-            await _send_event(send, head.document(self._api.part, [choice], **more))
-
-        piece, first = await answer.next(), True
-        await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        try:
-            while piece is not None:
-                await event(piece, None, first=first)
-                piece, first = await answer.next(), False
-            await event(Piece(), answer.finish_reason, first=first)
-            if include_usage:
-                await _send_event(send, head.document(self._api.part, [], usage=self._usage(answer)))
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
-        except ApiError as error:  # too late for a status
-            await _send_event(send, error.document())
-        await send({"type": "http.response.body", "body": b""})
-
-    def _usage(self, answer: Answer) -> dict[str, Any] | None:
-        if answer.usage is None:
-            return None
-        return usage_document(answer.usage, answer.num_tokens, self._service.tiers)
-
-    def _name(self, token: int) -> str:
-        return token_name(self._service.running.tokenizer, token)
+    def _max_tokens(self, api: Api, prompt: Prompt) -> int:
+        wanted, limit, num_prompt = prompt.asked.max_tokens, self.running.engine.max_tokens, len(prompt.tokens)
+        room = limit - num_prompt
+        if room < 1:
+            message = f"the prompt has {num_prompt} tokens, and with its answer may have {limit}"
+            raise errors.too_long(api.prompt_param, message)
+        if wanted is not None and wanted > room:
+            message = (
+                f"the prompt has {num_prompt} tokens and {wanted} are to be generated; together they may be {limit}"
+            )
+            raise errors.too_long("max_tokens", message)
+        return wanted or min(room, api.default_max_tokens or room)
 
 
-async def _notice_leaving(receive: Receive, answer: Answer) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _notice_leaving(http: Request, answer: Answer) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
         pass
     answer.leave()
-
-
-async def _send_event(send: Send, document: Mapping[str, Any]) -> None:
-    data = json.dumps(document, allow_nan=False, separators=(",", ":"))
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})

@@ -3,21 +3,24 @@
 A machine without a model gets a tiny one with random weights, made once. Nothing is downloaded.
 """
 
-import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
 from headwater.build import open_engine
-from headwater.config import ServeConfig
+from headwater.config import ServeConfig, default_node, is_loopback
 from headwater.core.errors import InvalidConfig
-from headwater.serve.server import Server, address, listen
+from headwater.core.role import Role
+from headwater.disagg.beat import Beat, Load, Rates
+from headwater.serve.beats import Beats
+from headwater.serve.server import Server
 from headwater.serve.service import Service
+from headwater.serve.sockets import address, curl, listen
 
 log = logging.getLogger("headwater")
 
@@ -30,7 +33,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
     `say` hears, when it answers, where it is and a command that tries it.
     """
     with listen(config.host, config.port, or_any=any_port) as listener:
-        if config.api_key is None and not _is_loopback(listener.getsockname()[0]):
+        if config.api_key is None and not is_loopback(listener.getsockname()[0]):
             log.warning("everybody who can reach %s can use this server: it wants no API key", config.host)
         log.info("loading %s", config.model)
         with open_engine(config) as running:
@@ -44,10 +47,48 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             )
 
             def announce() -> None:
-                say(f"{running.name} answers on {address(listener)}/v1")
-                say(_curl(address(listener), running.name, with_key=config.api_key is not None))
+                if config.role is Role.MIXED:
+                    say(f"{running.name} answers on {address(listener)}/v1")
+                    say(curl(address(listener), running.name, with_key=config.api_key is not None))
+                else:
+                    say(f"{running.name} is a {config.role} node on {address(listener)}")
 
-            Server(service, announce=announce).serve_forever([listener])
+            if config.role is not Role.MIXED and not config.routers:
+                log.warning("no router is told of this %s node (--router): whoever wants it must call it", config.role)
+            beats = heartbeats(service, config.advertise or address(listener))
+            Server(service, beats=beats, announce=announce).serve_forever([listener])
+
+
+def heartbeats(service: Service, url: str) -> Beats | None:
+    """What a node at `url` tells its routers; None if it has none."""
+    config, running = service.config, service.running
+    if not config.routers:
+        return None
+    engine, node = running.engine, config.node or default_node()
+    epoch = time.time_ns() // 1_000_000
+
+    def beat(lease_s: float) -> Beat:
+        running_now, waiting, free = engine.load
+        if config.role is Role.DECODE:  # it lets nobody wait: who finds no slots is sent away
+            free = min(free, max(0, config.max_running - running_now))
+        prefill, decode, pool = engine.rates
+        return Beat(
+            node=node,
+            url=url,
+            role=config.role,
+            model=running.name,
+            identity=engine.model.identity.digest.hex(),
+            block_tokens=engine.model.block_tokens,
+            layout=engine.model.layout.fingerprint.hex(),
+            lease_s=lease_s,
+            epoch=epoch,
+            max_model_len=engine.max_tokens,
+            draining=service.stopping or not engine.alive,
+            load=Load(running=running_now, waiting=waiting, free_slots=free),
+            rates=Rates(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, pool_tokens_per_s=pool),
+        )
+
+    return Beats(config.routers, beat, lease_s=config.lease_s, key=config.api_key)
 
 
 def tiny_model(base: Path) -> Path:
@@ -73,17 +114,3 @@ def tiny_model(base: Path) -> Path:
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return final
-
-
-def _curl(url: str, model: str, *, with_key: bool) -> str:
-    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 16})
-    key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if with_key else ""
-    quoted = body.replace("'", "'\\''")
-    return f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,0 +1,125 @@
+"""A node's heartbeats: tells its routers every third of its lease that it is here, how busy and how fast it is.
+
+Each router has a task of its own in the server's loop, so one that hangs holds up neither the others nor an answer. A
+heartbeat says everything, so a router that was started again knows the node with the next one. A router that is down is
+told of in the log once, and tried again; one that refuses the node when it comes keeps it from starting, because two
+configurations that do not fit are somebody's mistake.
+
+At the end a node says at once that it takes nothing new (`now`), later good-bye (`leave`). Both are bounded, and
+neither raises.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.disagg.beat import Beat
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"heartbeats need {error.name}: pip install 'headwater[serve]'") from error
+
+log = logging.getLogger("headwater")
+
+Say = Callable[[float], Beat]  # from a lease, what is to be said now
+
+_PATH: Final = "/pd/nodes"
+_TIMEOUT_S: Final = 2.0  # for one heartbeat, or a third of the lease if that is less
+_DOWN: Final = "down"
+_RETRY_S: Final = 1.0  # at most, where a router was not there: it may be back
+
+
+class Beats:
+    """Heartbeats to some routers. For one event loop."""
+
+    def __init__(self, routers: Sequence[str], say: Say, *, lease_s: float, key: str | None = None) -> None:
+        """`key` is shown to routers."""
+        self._routers = tuple(routers)
+        self._say = say
+        self._lease_s = lease_s
+        self._headers = {"user-agent": "headwater-node", "connection": "close"}
+        if key is not None:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._tasks: list[asyncio.Task[None]] = []
+        self._trouble: dict[str, str] = {}  # by router, what was last wrong with it
+        self._client: httpx2.AsyncClient | None = None
+
+    async def join(self) -> None:
+        """Say it for the first time, and go on. Raises InvalidConfig if a router refuses this node."""
+        self._client = httpx2.AsyncClient(
+            headers=self._headers,
+            limits=httpx2.Limits(max_keepalive_connections=0),  # a kept one may be dead without anybody knowing
+            verify=any(url.startswith("https:") for url in self._routers),
+            follow_redirects=False,
+            trust_env=False,
+        )
+        refusals = await self._all(self._lease_s)
+        if any(refusals):
+            await self.leave()
+            raise InvalidConfig("; ".join(one for one in refusals if one))
+        self._tasks = [asyncio.create_task(self._beat(url), name=f"heartbeats to {url}") for url in self._routers]
+
+    async def now(self) -> None:
+        """Say how it is at once: something has changed."""
+        await self._all(self._lease_s)
+
+    async def leave(self) -> None:
+        """Say that this node leaves, and nothing more. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+        if self._client is not None:
+            await self._all(0.0)
+            await self._client.aclose()
+            self._client = None
+
+    async def _beat(self, url: str) -> None:
+        every_s = self._lease_s / 3
+        while True:
+            await asyncio.sleep(min(every_s, _RETRY_S) if url in self._trouble else every_s)
+            await self._send(url, self._lease_s)
+
+    async def _all(self, lease_s: float) -> list[str | None]:
+        return list(await asyncio.gather(*(self._send(url, lease_s) for url in self._routers)))
+
+    async def _send(self, url: str, lease_s: float) -> str | None:
+        """Say it once; why this node was refused, if it was. Waits for a moment at most, and never raises."""
+        if self._client is None:
+            return None
+        try:
+            async with asyncio.timeout(min(_TIMEOUT_S, self._lease_s / 3)):
+                document = self._say(lease_s).document()
+                found = await self._client.post(url + _PATH, json=document)
+        except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+            why = f"the router at {url} does not answer: {str(error) or type(error).__name__}"
+            self._tell(url, _DOWN, why)
+            return None
+        except Exception:  # of ours; the next one may be fine
+            log.exception("a heartbeat to %s", url)
+            return None
+        if found.status_code == 200:
+            if self._trouble.pop(url, None) is not None:
+                log.info("the router at %s answers", url)
+            return None
+        why = f"the router at {url} refuses this node: {_message(found)}"
+        self._tell(url, why, why)
+        return why if found.status_code in (400, 401, 409) else None
+
+    def _tell(self, url: str, kind: str, why: str) -> None:
+        """In the log, unless it is what was wrong before."""
+        if self._trouble.get(url) != kind:
+            self._trouble[url] = kind
+            log.warning("%s", why)
+
+
+def _message(found: httpx2.Response) -> str:
+    try:
+        document: Any = found.json()
+        return str(document["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return f"status {found.status_code}"

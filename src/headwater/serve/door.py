@@ -1,0 +1,164 @@
+"""The door of both servers: keys, an id for every request, counting, and errors in one shape whatever goes wrong.
+
+`/health` is open to everybody. A request may bring its id (`x-request-id`) and say how long it is waited for
+(`x-headwater-timeout-s`); an id that is no printable word is replaced. Every answer says the id. Neither an engine nor
+torch is loaded here.
+"""
+
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from headwater.core.errors import NotInstalled
+from headwater.disagg.relay import REQUEST_ID, TIMEOUT
+from headwater.metrics import Metrics
+from headwater.serve import errors
+from headwater.serve.body import read_json
+from headwater.serve.errors import ApiError
+
+try:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
+
+HEALTH: Final = "/health"
+MODELS: Final = "/v1/models"
+
+_ID: Final = re.compile(r"[!-~]{1,128}")
+_SCOPE: Final = "headwater_request_id"
+
+
+class Guard:
+    """At the door: keys, ids, counting."""
+
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, paths: Collection[str], key_for: Callable[[str], str | None]
+    ) -> None:
+        """`key_for` says which key a path wants, None: none. `paths` are told apart in the metrics."""
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+        self._key_for = key_for
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, REQUEST_ID)
+        name = given if given is not None and _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        scope[_SCOPE] = name
+        status = "gone"
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), name.encode())]}
+            await send(message)
+
+        try:
+            if self._may_enter(scope):
+                await self._app(scope, receive, sending)
+            else:
+                await _respond(errors.wrong_key())(scope, receive, sending)
+        except ClientDisconnect:  # in the middle of its body, and nobody is there to be told
+            status = "gone"
+        except Exception:
+            status = "500"
+            raise
+        finally:
+            self._metrics.count("http_requests_total", endpoint=self._endpoint(scope["path"]), status=status)
+
+    def _endpoint(self, path: str) -> str:
+        for family in (MODELS, "/pd/attempts"):
+            if path.startswith(family + "/"):
+                path = family
+        return path if path in self._paths else "other"
+
+    def _may_enter(self, scope: Scope) -> bool:
+        path = scope["path"]
+        key = self._key_for(path)
+        if key is None or path == HEALTH:
+            return True
+        scheme, _, shown = (_header(scope, "authorization") or "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode("latin-1"), key.encode())
+
+
+def application(
+    routes: Collection[Route],
+    *,
+    metrics: Metrics,
+    paths: Collection[str],
+    key_for: Callable[[str], str | None],
+) -> Starlette:
+    """An application behind the door, that answers with OpenAI's errors whatever goes wrong."""
+    app = Starlette(
+        routes=list(routes),
+        middleware=[Middleware(Guard, metrics=metrics, paths=frozenset(paths), key_for=key_for)],
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def request_id(scope: Scope) -> str:
+    """What a request is called, here and wherever it goes."""
+    name: str = scope[_SCOPE]
+    return name
+
+
+def timeout_s(http: Request, most_s: float) -> float:
+    """How long the client waits: as it says, and at most so long. Raises ApiError."""
+    said = http.headers.get(TIMEOUT)
+    if said is None:
+        return most_s
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise errors.invalid(None, f"{TIMEOUT} must be seconds above 0, not {errors.shown(said)}")
+    return min(seconds, most_s)
+
+
+async def body_of(http: Request, limit_bytes: int) -> dict[str, object]:
+    """The object in a request's body. Raises ApiError; waits for the client, a minute at most."""
+    return await read_json(
+        http.stream(),
+        content_type=http.headers.get("content-type"),
+        length=http.headers.get("content-length"),
+        limit_bytes=limit_bytes,
+    )
+
+
+def prometheus(metrics: Metrics) -> Response:
+    """What Prometheus reads."""
+    return Response(metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    wanted = name.encode()
+    found: Any = next((value for header, value in scope["headers"] if header == wanted), None)
+    return None if found is None else str(found.decode("latin-1"))
+
+
+def _respond(error: ApiError) -> Response:
+    return JSONResponse(error.document(), status_code=error.status, headers=error.headers)
+
+
+async def _on_error(http: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        path, status = errors.shown(http.url.path), error.status_code
+        message = {404: f"there is no {path} here", 405: f"{path} does not take {http.method}"}
+        code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+        error = ApiError(status, message.get(status, error.detail), code=code, headers=error.headers)
+    return _respond(error if isinstance(error, ApiError) else errors.internal())  # the traceback goes to the log

@@ -1,0 +1,153 @@
+"""Saying an answer, in one piece or as a stream of events, in the shapes of OpenAI's APIs; and the plain endpoints.
+
+Invariant: a stream begins with the first piece of text, so what fails before it is a plain error with a status.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Final
+
+from headwater.core.errors import NotInstalled
+from headwater.core.role import Role
+from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS
+from headwater.serve import errors
+from headwater.serve.answer import Answer, ClientLeft, Piece
+from headwater.serve.body import Fields
+from headwater.serve.door import body_of
+from headwater.serve.errors import ApiError
+from headwater.serve.logprobs import token_name
+from headwater.serve.openai import Api, Asked, Head, usage_document
+from headwater.serve.phases import phases_of
+from headwater.serve.service import Arrival, Service
+
+try:
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse
+    from starlette.types import Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
+
+_STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+class Endpoint(ABC):
+    """What computes something for a client, or for a router."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        self._check_role()
+        try:
+            with self._service.inside(Request(scope, receive)) as arrival:
+                await self._handle(arrival, send)
+        except (ClientDisconnect, ClientLeft):  # nobody is there
+            return
+
+    @abstractmethod
+    def _check_role(self) -> None:
+        """Raise ApiError if this node does not do that."""
+
+    @abstractmethod
+    async def _handle(self, arrival: Arrival, send: Send) -> None:
+        """Answer. Raises ApiError."""
+
+
+class Generate(Endpoint):
+    """One of OpenAI's endpoints, at a node that does all of it."""
+
+    def __init__(self, service: Service, api: Api) -> None:
+        super().__init__(service)
+        self._api = api
+
+    def _check_role(self) -> None:
+        config = self._service.config
+        if config.role is not Role.MIXED:
+            where = " or ".join(config.routers) or "its router (`headwater router`)"
+            raise errors.wrong_role(f"this is a {config.role} node, which answers routers only: ask {where}")
+
+    async def _handle(self, arrival: Arrival, send: Send) -> None:
+        service, api = self._service, self._api
+        body = await body_of(arrival.http, service.config.max_body_bytes)
+        prompt = await service.read(api, Fields(body))
+        answer = service.submit(arrival, api, prompt)
+        with service.answering(arrival, answer):
+            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+
+
+class Reply:
+    """An answer on its way to a client."""
+
+    def __init__(self, service: Service, arrival: Arrival, api: Api, asked: Asked, answer: Answer) -> None:
+        self._service = service
+        self._arrival = arrival
+        self._api = api
+        self._asked = asked
+        self._answer = answer
+        self._head = Head.of(api.id_prefix + arrival.request_id, service.running.name, service.fingerprint)
+
+    async def send(self, send: Send) -> None:
+        """All of it. Raises ApiError if nothing of it was sent."""
+        if self._asked.stream:
+            await self._stream(send)
+        else:
+            document = await self._whole()
+            response = JSONResponse(document, headers=dict(self._times()))
+            await response(self._arrival.http.scope, self._arrival.http.receive, send)
+
+    async def _whole(self) -> dict[str, Any]:
+        answer, pieces = self._answer, []
+        while (piece := await answer.next()) is not None:
+            pieces.append(piece)
+        whole = Piece("".join(one.text for one in pieces), tuple(like for one in pieces for like in one.likelihoods))
+        choice = self._api.choice(whole, answer.finish_reason, self._name)
+        return self._head.document(self._api.whole, [choice], usage=self._usage())
+
+    async def _stream(self, send: Send) -> None:
+        answer, head, include_usage = self._answer, self._head, self._asked.include_usage
+        more = {"usage": None} if include_usage else {}
+
+        async def event(piece: Piece, finish_reason: str | None, *, first: bool) -> None:
+            choice = self._api.delta(piece, finish_reason, self._name, first=first)
+            await _send_event(send, head.document(self._api.part, [choice], **more))
+
+        piece, first = await answer.next(), True
+        times = [(name.encode(), value.encode()) for name, value in self._times()]
+        await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *times]})
+        try:
+            while piece is not None:
+                await event(piece, None, first=first)
+                piece, first = await answer.next(), False
+            await event(Piece(), answer.finish_reason, first=first)
+            if include_usage:
+                await _send_event(send, head.document(self._api.part, [], usage=self._usage()))
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        except ApiError as error:  # too late for a status
+            await _send_event(send, error.document())
+        await send({"type": "http.response.body", "body": b""})
+
+    def _times(self) -> list[tuple[str, str]]:
+        """What a router wants to know: seconds in the pool, and to the first token."""
+        first_s = self._answer.first_s
+        found = {
+            POOL_SECONDS: self._answer.pool_s,
+            FIRST_SECONDS: None if first_s is None else first_s - self._arrival.arrived_s,
+        }
+        return [(name, f"{seconds:.6f}") for name, seconds in found.items() if seconds is not None]
+
+    def _usage(self) -> dict[str, Any] | None:
+        usage = self._answer.usage
+        if usage is None:
+            return None
+        phases = phases_of(usage, self._answer.handoff)
+        return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases)
+
+    def _name(self, token: int) -> str:
+        return token_name(self._service.running.tokenizer, token)
+
+
+async def _send_event(send: Send, document: Mapping[str, Any]) -> None:
+    data = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})

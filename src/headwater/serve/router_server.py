@@ -1,0 +1,47 @@
+"""The router's server: sockets, uvicorn, and an end that leaves nothing behind.
+
+A signal (SIGTERM, SIGINT) or `should_exit` ends it: no more requests are taken, those under way hear so and their
+exchanges with nodes are closed, connections get a few seconds to close, then the router is closed.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from headwater.core.errors import NotInstalled
+from headwater.disagg.router import Router
+from headwater.serve.router_app import create_router_app
+from headwater.serve.sockets import hasten, setup
+
+try:
+    import uvicorn
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
+
+
+class RouterServer(uvicorn.Server):
+    """Serves a router on sockets it is given, and closes it. `run` blocks until a signal or `should_exit`."""
+
+    def __init__(self, router: Router, *, announce: Callable[[], None] | None = None) -> None:
+        """`announce` is called when it answers."""
+        app, self._face = create_router_app(router)
+        super().__init__(setup(app))
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        hasten(sockets)
+        await super().startup(sockets)
+        if self._announce is not None:
+            self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what is under way, then close connections."""
+        self._face.stopping.set()
+        await super().shutdown(sockets)
+        await self._face.router.aclose()
+
+    def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
+        """Run, and take the signal that ended it for what it is: a way to end."""
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
+            self.run(list(sockets))

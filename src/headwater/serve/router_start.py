@@ -1,0 +1,103 @@
+"""From options to a router that answers: the socket first, then the index it asks, then a line that can be tried.
+
+With a residency index the router wants to know who holds a prompt, so it needs the prompt in tokens: those of clients
+that send tokens it has, for text it needs the model's tokenizer (`--model`), and loads what reads one. What it cannot
+read is routed by load and speed alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from headwater.build import open_residency
+from headwater.config import MEMORY_URL, ResidencyConfig, is_loopback
+from headwater.core.errors import InvalidConfig, InvalidInput
+from headwater.disagg.lookup import Asking, PrefixLookup
+from headwater.disagg.router import Router
+from headwater.disagg.settings import RouterConfig
+from headwater.metrics import Metrics
+from headwater.serve.router_server import RouterServer
+from headwater.serve.sockets import address, curl, listen
+
+log = logging.getLogger("headwater")
+
+Read = Callable[[str, Mapping[str, object]], Asking | None]
+
+
+def run(
+    config: RouterConfig,
+    *,
+    host: str,
+    port: int,
+    any_port: bool,
+    residency: str | None,
+    model: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Route until a signal ends it. Blocks. With `any_port`, on a free port if `port` is taken.
+
+    `say` hears, when it answers, where it is and a command that tries it.
+    """
+    with listen(host, port, or_any=any_port) as listener, open_router(config, residency=residency, model=model) as one:
+        if config.api_key is None and not is_loopback(listener.getsockname()[0]):
+            log.warning("everybody who can reach %s can use this router, and join it: it wants no API key", host)
+
+        def announce() -> None:
+            say(f"the router answers on {address(listener)}/v1")
+            say(curl(address(listener), with_key=config.api_key is not None))
+
+        RouterServer(one, announce=announce).serve_forever([listener])
+
+
+@contextmanager
+def open_router(
+    config: RouterConfig, *, residency: str | None = None, model: Path | None = None, metrics: Metrics | None = None
+) -> Iterator[Router]:
+    """A router that asks an index, if there is one. Whoever serves it closes it; the index is closed at the end."""
+    metrics = metrics if metrics is not None else Metrics()
+    if residency is None:
+        if model is not None:
+            raise InvalidConfig("a model's tokenizer is for the residency index: say where that is, or leave it out")
+        yield Router(config, metrics=metrics)
+        return
+    if residency == MEMORY_URL:
+        raise InvalidConfig(f"an index in this process ({MEMORY_URL}) hears of no node: name one that nodes use too")
+    read = reader(model)
+    with open_residency(ResidencyConfig(url=residency), metrics=metrics) as index:
+        router: Router
+        lookup = PrefixLookup(index, read=read, blocks=lambda: router.nodes.blocks())
+        router = Router(config, metrics=metrics, lookup=lookup)
+        yield router
+
+
+def reader(model: Path | None) -> Read:
+    """What turns bodies into tokens: all of them with a model's directory, without one those that hold tokens."""
+    from headwater.serve.body import Fields
+    from headwater.serve.errors import ApiError
+    from headwater.serve.openai import Chat, Completions  # loads torch
+    from headwater.serve.prompts import encode
+
+    apis = {api.endpoint: api for api in (Completions(), Chat())}
+    tokenizer = None
+    if model is None:
+        log.warning("prompts that are text are routed without the index: name a model's directory (--model)")
+    else:
+        from headwater.engine.loader import load_tokenizer
+
+        tokenizer = load_tokenizer(model)
+
+    def read(endpoint: str, body: Mapping[str, object]) -> Asking | None:
+        try:
+            asked = apis[endpoint].read(Fields(body))
+            if isinstance(asked.prompt, list):
+                tokens = asked.prompt
+            elif tokenizer is not None:
+                tokens = encode(tokenizer, apis[endpoint], asked)
+            else:
+                return None
+        except (ApiError, InvalidInput):  # a node will say what is wrong with it
+            return None
+        return Asking(tokens, asked.salt)
+
+    return read

@@ -1,0 +1,117 @@
+"""A vLLM server, from outside: is it well, what is it, ask it something. Every exchange has a connection of its own."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.disagg.relay import REQUEST_ID
+from headwater.serve.door import HEALTH, MODELS
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
+
+TOLD: Final = "headwater"  # in `kv_transfer_params`, both ways
+ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
+HEALTH_S: Final = 1.0  # between looks whether vLLM is well, and for one of them
+
+_PROBE: Final = {"prompt": [1], "max_tokens": 1, "temperature": 0, "kv_transfer_params": {TOLD: "tell"}}
+_ANSWER_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a vLLM server says of itself."""
+
+    model: str
+    max_model_len: int | None
+    identity: str
+    layout: str
+    block_tokens: int
+
+
+class VllmGone(HeadwaterError):
+    """vLLM does not answer, or not as it should."""
+
+
+class Vllm:
+    """A vLLM server, from outside. For one event loop; `aclose` it."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        headers = {"user-agent": "headwater-node"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
+        self._client = httpx2.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=None,  # every exchange is under the caller's own
+            limits=httpx2.Limits(max_keepalive_connections=0, max_connections=None),
+            trust_env=False,
+        )
+        self.well_s = 0.0  # when it last said that it is well
+
+    async def aclose(self) -> None:
+        """Close connections."""
+        await self._client.aclose()
+
+    async def is_well(self) -> bool:
+        """Ask. Bounded."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                found = await self._client.get(HEALTH)
+        except (TimeoutError, httpx2.HTTPError):
+            return False
+        if found.status_code == 200:
+            self.well_s = time.monotonic()
+        return found.status_code == 200
+
+    async def facts(self, limit_s: float) -> Facts:
+        """What it is: asked of the connector through a prompt of one token. Raises VllmGone."""
+        try:
+            async with asyncio.timeout(limit_s):
+                models = (await self._client.get(MODELS)).json()["data"]
+                model = str(models[0]["id"])
+                found = await self._client.post(ENDPOINTS[0], json={"model": model, **_PROBE})
+                told = found.json()["kv_transfer_params"][TOLD]
+                return Facts(
+                    model=model,
+                    max_model_len=models[0].get("max_model_len"),
+                    identity=str(told["identity"]),
+                    layout=str(told["layout"]),
+                    block_tokens=int(told["block_tokens"]),
+                )
+        except (TimeoutError, httpx2.HTTPError) as error:
+            raise VllmGone(f"vLLM does not answer: {str(error) or type(error).__name__}") from error
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise VllmGone(
+                "vLLM answers without Headwater's connector: start it with --kv-transfer-config "
+                '\'{"kv_connector":"HeadwaterConnector","kv_connector_module_path":"headwater.integrations.vllm",...}\''
+            ) from error
+
+    @asynccontextmanager
+    async def ask(self, path: str, body: Mapping[str, Any], name: str) -> AsyncIterator[httpx2.Response]:
+        """Send a request; its answer, as it comes. Raises VllmGone before it begins, httpx2.HTTPError later."""
+        try:
+            request = self._client.build_request("POST", path, json=dict(body), headers={REQUEST_ID: name})
+            response = await self._client.send(request, stream=True)
+        except httpx2.HTTPError as error:
+            raise VllmGone(f"vLLM does not answer: {str(error) or type(error).__name__}") from error
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+
+async def read(response: httpx2.Response) -> bytes:
+    """All of an answer, up to a limit. Raises VllmGone, httpx2.HTTPError."""
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > _ANSWER_BYTES:
+            raise VllmGone(f"vLLM sent more than {_ANSWER_BYTES} bytes")
+    return bytes(content)

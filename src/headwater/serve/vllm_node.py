@@ -1,0 +1,350 @@
+"""A vLLM server as a node of our router: a small server beside it that speaks the router's protocol for it.
+
+    router --/pd/prefill--> this --/v1/..., one token--> vLLM (kv_producer)      then the pool is asked for every page
+    router --/pd/decode --> this --/v1/..., as it is---> vLLM (kv_consumer)      which loads what the pool has
+
+vLLM runs with HeadwaterConnector and the same pool. Its answer to a prefill says which pages the prompt has
+(`kv_transfer_params`); the ticket leaves when the pool was seen to hold all of them (rule 7), and not at all if it does
+not by the deadline. The last, partial block is not handed over: vLLM saves whole blocks, so decode computes the rest of
+the prompt, and the first token too. What decode cannot load, vLLM computes: so its answer is always a whole one.
+
+Not here: what is loaded or saved (the connector's business), which node is asked (`disagg/router.py`).
+
+Invariants: every exchange with vLLM ends with its client's connection or its deadline, and is closed; a token of vLLM's
+is never followed by a status; a vLLM that does not answer, or is another one than at the start, takes nothing new.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from headwater.core.errors import NotInstalled
+from headwater.core.page import NAME_BYTES, PageName
+from headwater.core.role import Role
+from headwater.disagg.outcome import Reason
+from headwater.disagg.relay import ATTEMPT, POOL_SECONDS
+from headwater.metrics import Metrics
+from headwater.serve import errors
+from headwater.serve.body import Fields
+from headwater.serve.door import HEALTH, application, body_of, prometheus, request_id, timeout_s
+from headwater.serve.errors import ApiError, HandoffFailed
+from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, TOLD, Facts, Vllm, VllmGone, read
+from headwater.storage.base import Deadline, Store
+
+try:
+    import httpx2
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from starlette.types import Message, Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
+
+log = logging.getLogger("headwater")
+
+PREFILL, DECODE, ATTEMPTS = "/pd/prefill", "/pd/decode", "/pd/attempts"
+
+_LOOK_S: Final = 0.01  # between looks whether the pool has a prompt
+_BODY_BYTES: Final = 24 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """A node in front of a vLLM server."""
+
+    vllm: str  # http://HOST:PORT
+    role: Role
+    api_key: str | None = None  # what routers show us, and we show them
+    vllm_key: str | None = None  # what we show vLLM
+    max_requests: int = 256
+    request_timeout_s: float = 600.0
+    pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, with its body read."""
+
+    http: Request
+    body: Mapping[str, Any]
+    send: Send
+    left_s: float
+
+    @property
+    def name(self) -> str:
+        """Its one id."""
+        return request_id(self.http.scope)
+
+
+Handle: TypeAlias = Callable[[Asked], Coroutine[Any, Any, None]]
+
+
+class VllmNode:
+    """Answers routers for one vLLM server. For one event loop."""
+
+    def __init__(self, options: NodeOptions, facts: Facts, vllm: Vllm, pool: Store, *, metrics: Metrics) -> None:
+        """Owns neither the server nor the pool."""
+        self.options = options
+        self.facts = facts
+        self.metrics = metrics
+        self.stopping = False
+        self.lost = False  # vLLM was away, and nobody knows yet what is there now
+        self.prefill_tokens_per_s: float | None = None
+        self._vllm = vllm
+        self._pool = pool
+        self._attempts: set[str] = set()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way."""
+        return len(self._attempts)
+
+    def app(self) -> Starlette:
+        """What routers, and people, ask."""
+        inner = {
+            Role.PREFILL: [(PREFILL, self._prefill)],
+            Role.DECODE: [(DECODE, self._decode)],
+            Role.MIXED: [(path, self._plain) for path in ENDPOINTS],
+        }[self.options.role]
+        routes = [
+            Route(HEALTH, self._health),
+            Route("/metrics", self._metrics),
+            Route(ATTEMPTS + "/{attempt}", self._attempt),
+            *(Route(path, _Exchange(self, handle), methods=["POST"]) for path, handle in inner),
+        ]
+        paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _ in inner)]
+        return application(routes, metrics=self.metrics, paths=paths, key_for=lambda path: self.options.api_key)
+
+    # --- what routers ask ---------------------------------------------------------------------------------------------
+
+    async def _prefill(self, asked: Asked) -> None:
+        """Have vLLM compute a prompt; the ticket, when the pool has all of it."""
+        begin_s = time.monotonic()
+        path, body = _envelope(Fields(asked.body))
+        one = {**body, "max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": {TOLD: "tell"}}
+        for name in ("stream_options", "min_tokens", "max_completion_tokens", "best_of", "use_beam_search"):
+            one.pop(name, None)
+        async with self._vllm.ask(path, one, asked.name) as response:
+            content = await read(response)
+        if response.status_code != 200:
+            raise _upstream(response.status_code, content)
+        try:
+            answer = json.loads(content)
+            told = answer["kv_transfer_params"][TOLD]
+            packed = base64.b64decode(told["pages"], validate=True)
+            identity = str(told["identity"])
+            num_tokens = int(answer["usage"]["prompt_tokens"])
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise HandoffFailed("vLLM said nothing of the prompt's pages", reason=Reason.FAILED) from error
+        if identity != self.facts.identity or len(packed) % NAME_BYTES:
+            raise HandoffFailed("vLLM is another one than before", reason=Reason.FAILED)
+        computed_s = time.monotonic() - begin_s
+        self.prefill_tokens_per_s = num_tokens / computed_s
+        names = [PageName(packed[at : at + NAME_BYTES]) for at in range(0, len(packed), NAME_BYTES)]
+        wait_s = min(self.options.pool_timeout_s, asked.left_s - computed_s)
+        num_seen = await asyncio.to_thread(self._until_held, names, Deadline.after(wait_s))
+        if num_seen < len(names):
+            raise HandoffFailed(
+                f"the pool has {num_seen} of {len(names)} pages of the prompt after {wait_s:.1f} s", reason=Reason.LATE
+            )
+        pool_s = time.monotonic() - begin_s - computed_s
+        self.metrics.observe("pd_phase_seconds", pool_s, phase="pool_write")
+        cached = ((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")) or 0
+        document = {
+            "ticket": {"vllm": 1, "identity": identity, "num_prompt_tokens": num_tokens, "num_pages": len(names)},
+            "usage": {
+                "prompt_tokens": num_tokens,
+                "cached_tokens": cached,
+                "computed_tokens": num_tokens - cached,
+            },
+            "phases": {"pool_s": pool_s},
+        }
+        await JSONResponse(document)(asked.http.scope, asked.http.receive, asked.send)
+
+    def _until_held(self, names: list[PageName], deadline: Deadline) -> int:
+        """Wait until the pool was seen to hold pages (rule 7). How many from the first on it holds. Blocks."""
+        while True:
+            held = self._pool.contains(names, deadline=deadline)
+            num_held = held.index(False) if False in held else len(names)
+            if num_held == len(names) or deadline.remaining_s <= _LOOK_S or self.stopping:
+                return num_held
+            time.sleep(_LOOK_S)
+
+    async def _decode(self, asked: Asked) -> None:
+        """The whole answer, by vLLM, which loads what the pool has."""
+        fields = Fields(asked.body)
+        path, body = _envelope(fields)
+        ticket = fields.get("ticket")
+        if not isinstance(ticket, dict) or ticket.get("identity") != self.facts.identity:
+            raise HandoffFailed(
+                "the ticket is of another cache identity: start both vLLM servers with the same model, dtype, block "
+                "size and version",
+                reason=Reason.FOREIGN,
+            )
+        await self._forward(asked, path, body)
+
+    async def _plain(self, asked: Asked) -> None:
+        await self._forward(asked, asked.http.url.path, asked.body)
+
+    async def _forward(self, asked: Asked, path: str, body: Mapping[str, Any]) -> None:
+        send = asked.send
+        async with self._vllm.ask(path, body, asked.name) as response:
+            if response.status_code != 200:
+                raise _upstream(response.status_code, await read(response))
+            kind = response.headers.get("content-type", "application/json").encode("latin-1")
+            headers = [(b"content-type", kind), (POOL_SECONDS.encode(), b"0")]
+            if not kind.startswith(b"text/event-stream"):
+                content = await read(response)
+                headers.append((b"content-length", str(len(content)).encode()))
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": content})
+                return
+            chunks = response.aiter_raw()
+            first = await anext(chunks, b"")  # what fails before it is a plain error with a status
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for chunk in chunks:  # a stream that breaks closes the connection: the router tells the client
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    # --- what people ask ----------------------------------------------------------------------------------------------
+
+    async def _health(self, http: Request) -> Response:
+        if self.stopping or self.lost:
+            raise ApiError(503, "vLLM does not answer", kind="server_error", code="not_running")
+        return JSONResponse({"status": "ok", "requests": self.num_requests})
+
+    async def _metrics(self, http: Request) -> Response:
+        return prometheus(self.metrics)
+
+    async def _attempt(self, http: Request) -> Response:
+        attempt = http.path_params["attempt"]
+        if attempt not in self._attempts:
+            raise ApiError(404, f"no attempt {errors.shown(attempt)} is under way", code="not_found")
+        return JSONResponse({"idle_s": max(0.0, time.monotonic() - self._vllm.well_s - 2 * HEALTH_S), "state": "vllm"})
+
+    # --- coming and going ---------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def inside(self, http: Request) -> AsyncIterator[float]:
+        """Come in with a request; seconds that it has. Raises ApiError if there is no room, or no vLLM."""
+        if self.stopping:
+            raise errors.closing()
+        if self.lost or len(self._attempts) >= self.options.max_requests:
+            raise errors.no_room()
+        attempt = http.headers.get(ATTEMPT) or request_id(http.scope)
+        if attempt in self._attempts:
+            raise ApiError(409, f"the attempt {errors.shown(attempt)} is under way already", code="duplicate_attempt")
+        left_s = timeout_s(http, self.options.request_timeout_s)
+        self._attempts.add(attempt)
+        try:
+            yield left_s
+        finally:
+            self._attempts.discard(attempt)
+
+    async def watch(self) -> None:
+        """See whether vLLM is well, for ever. One that was away is asked again who it is."""
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            if not await self._vllm.is_well():
+                if not self.lost:
+                    log.warning("vLLM at %s does not answer", self.options.vllm)
+                self.lost = True
+            elif self.lost:
+                try:
+                    facts = await self._vllm.facts(self.options.pool_timeout_s)
+                except VllmGone as error:
+                    log.warning("%s", error)
+                    continue
+                if facts != self.facts:
+                    log.warning("vLLM at %s came back as another one: start this node again", self.options.vllm)
+                    continue
+                log.info("vLLM at %s answers again", self.options.vllm)
+                self.lost = False
+
+
+class _Exchange:
+    """An endpoint: every request is a task of its own, which ends when its client leaves or its time is over."""
+
+    def __init__(self, node: VllmNode, handle: Handle) -> None:
+        self._node = node
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        http = Request(scope, receive)
+        begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        async with self._node.inside(http) as left_s:
+            body = await body_of(http, _BODY_BYTES)
+            work = asyncio.create_task(self._handle(Asked(http, body, sending, left_s)))
+            leaving = asyncio.create_task(_until_gone(receive))
+            try:
+                await asyncio.wait({work, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+                elif not leaving.done():
+                    raise errors.too_late(left_s)
+            except (ApiError, VllmGone, httpx2.HTTPError) as error:
+                if begun:  # too late for a status: the connection is closed, and the router sees that
+                    raise VllmGone(str(error)) from error
+                if isinstance(error, ApiError):
+                    raise
+                raise ApiError(502, str(error), kind="server_error", code="upstream_failed") from error
+            finally:
+                for task in (work, leaving):
+                    task.cancel()
+                await asyncio.wait({work, leaving})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _envelope(fields: Fields) -> tuple[str, dict[str, Any]]:
+    endpoint = fields.text("endpoint")
+    if endpoint not in ENDPOINTS:
+        raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}")
+    body = fields.get("body")
+    if not isinstance(body, dict):
+        raise errors.invalid("body", "body must be the client's, an object")
+    return endpoint, body
+
+
+class _Said(ApiError):
+    """What vLLM said, on its way to the client as it is."""
+
+    def __init__(self, status: int, document: dict[str, Any]) -> None:
+        super().__init__(status, "vLLM refused this request")
+        self._said = document
+
+    def document(self) -> dict[str, object]:
+        """The body."""
+        return self._said
+
+
+def _upstream(status: int, content: bytes) -> ApiError:
+    """The client's faults are told as vLLM tells them, all else is a failure of this node."""
+    try:
+        document = json.loads(content)
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and isinstance(document.get("error"), dict) and 400 <= status < 500:
+        return _Said(status, document)
+    if status in (429, 503):
+        return errors.no_room()
+    return ApiError(502, f"vLLM answered with status {status}", kind="server_error", code="upstream_failed")

@@ -1,0 +1,179 @@
+"""From options to a node in front of a vLLM server: the socket, vLLM, the pool, heartbeats; until a signal ends it."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from headwater.build import open_pool
+from headwater.config import default_node, is_loopback
+from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.disagg.beat import Beat, Load, Rates
+from headwater.metrics import Metrics
+from headwater.serve.beats import Beats
+from headwater.serve.sockets import address, hasten, listen, setup
+from headwater.serve.vllm_client import Facts, Vllm, VllmGone
+from headwater.serve.vllm_node import NodeOptions, VllmNode
+from headwater.storage.base import Store
+
+try:
+    import uvicorn
+    from starlette.types import ASGIApp, Receive, Scope, Send
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
+
+log = logging.getLogger("headwater")
+
+_LOOK_S: Final = 0.5  # between looks whether vLLM is there yet
+_FIRST_S: Final = 120.0  # for vLLM's first answer
+
+
+def run(
+    options: NodeOptions,
+    *,
+    pool: str,
+    host: str,
+    port: int,
+    routers: Sequence[str],
+    node: str | None,
+    advertise: str | None,
+    lease_s: float,
+    wait_s: float,
+    say: Callable[[str], None],
+) -> None:
+    """Answer routers until a signal ends it. Blocks. Waits `wait_s` for vLLM to be there. Raises InvalidConfig."""
+    with listen(host, port) as listener, open_pool(pool) as store:
+        if options.api_key is None and not is_loopback(listener.getsockname()[0]):
+            log.warning("everybody who can reach %s can use this node: it wants no API key", host)
+        server = VllmServer(
+            options,
+            store,
+            url=advertise or address(listener),
+            routers=routers,
+            name=node or default_node(),
+            lease_s=lease_s,
+            wait_s=wait_s,
+            announce=lambda facts: say(f"{facts.model} is a {options.role} node on {address(listener)}, before vLLM"),
+        )
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
+            server.run([listener])
+        if server.failure is not None:
+            raise server.failure
+
+
+class _Later:
+    """An application that is known when vLLM is; nobody is let in before."""
+
+    def __init__(self) -> None:
+        self.inner: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on."""
+        if self.inner is not None:
+            await self.inner(scope, receive, send)
+
+
+class VllmServer(uvicorn.Server):
+    """Serves a node on sockets it is given. `run` blocks until a signal or `should_exit`."""
+
+    def __init__(
+        self,
+        options: NodeOptions,
+        pool: Store,
+        *,
+        url: str,
+        routers: Sequence[str],
+        name: str,
+        lease_s: float,
+        wait_s: float,
+        announce: Callable[[Facts], None] | None = None,
+    ) -> None:
+        """`announce` is called when it answers."""
+        self.failure: InvalidConfig | None = None
+        self._options = options
+        self._pool = pool
+        self._url = url
+        self._routers = routers
+        self._name = name
+        self._lease_s = lease_s
+        self._wait_s = wait_s
+        self._announce = announce
+        self._node: VllmNode | None = None
+        self._vllm: Vllm | None = None
+        self._beats: Beats | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._app = _Later()
+        super().__init__(setup(self._app))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Find vLLM, join routers, begin to answer."""
+        hasten(sockets)
+        try:
+            await self._begin()
+        except (InvalidConfig, VllmGone) as error:
+            self.failure = error if isinstance(error, InvalidConfig) else InvalidConfig(str(error))
+            self.should_exit = True
+            if self._vllm is not None:
+                await self._vllm.aclose()
+            return
+        await super().startup(sockets)
+        if self._announce is not None and self._node is not None:
+            self._announce(self._node.facts)
+
+    async def _begin(self) -> None:
+        self._vllm = vllm = Vllm(self._options.vllm, self._options.vllm_key)
+        until_s = time.monotonic() + self._wait_s
+        while not await vllm.is_well():
+            if time.monotonic() > until_s or self.should_exit:
+                raise VllmGone(
+                    f"no vLLM answers at {self._options.vllm} after {self._wait_s:g} s: start it, or mend the address"
+                )
+            await asyncio.sleep(_LOOK_S)
+        facts = await vllm.facts(_FIRST_S)
+        self._node = node = VllmNode(self._options, facts, vllm, self._pool, metrics=Metrics())
+        self._app.inner = node.app()
+        if self._routers:
+            self._beats = Beats(self._routers, self._beat, lease_s=self._lease_s, key=self._options.api_key)
+            await self._beats.join()
+        self._watching = asyncio.create_task(node.watch())
+
+    def _beat(self, lease_s: float) -> Beat:
+        node = self._node
+        if node is None:
+            raise InvalidConfig("the node has not begun")
+        facts, free = node.facts, max(0, self._options.max_requests - node.num_requests)
+        return Beat(
+            node=self._name,
+            url=self._url,
+            role=self._options.role,
+            model=facts.model,
+            identity=facts.identity,
+            block_tokens=facts.block_tokens,
+            layout=facts.layout,
+            lease_s=lease_s,
+            epoch=_STARTED_MS,
+            max_model_len=facts.max_model_len,
+            draining=node.stopping or node.lost,
+            load=Load(running=node.num_requests, waiting=0, free_slots=free),
+            rates=Rates(prefill_tokens_per_s=node.prefill_tokens_per_s),
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Say good-bye, then close connections."""
+        if self._node is not None:
+            self._node.stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
+        if self._beats is not None:
+            await self._beats.leave()
+        if self.started:
+            await super().shutdown(sockets)
+        if self._vllm is not None:
+            await self._vllm.aclose()
+
+
+_STARTED_MS: Final = time.time_ns() // 1_000_000
