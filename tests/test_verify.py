@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from headwater import verify
 from headwater.cli import app
+from headwater.verify import cases as proof
 
 
 @pytest.mark.timeout(600)
@@ -22,7 +22,7 @@ def test_every_family_and_every_way_to_a_hit() -> None:
 
 
 def test_damage_behind_the_checks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "FAMILIES", {"gqa": ("llama", "auto")})
+    monkeypatch.setattr(proof, "FAMILIES", {"gqa": ("llama", "auto")})
     result = CliRunner().invoke(app, ["verify", "--inject", "--json"])
     assert result.exit_code == 1
     cases = {case["case"]: case for case in json.loads(result.stdout)["cases"]}

@@ -397,7 +397,3 @@ def main() -> None:
     places = {"host": Path(host), "disk": Path(disk)}
     suite = _suite(family, Path(directory), kv, places, device, inject=bool(inject))
     sys.stdout.write(json.dumps(suite.child()) + "\n")
-
-
-if __name__ == "__main__":
-    main()

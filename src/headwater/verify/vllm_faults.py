@@ -1,0 +1,131 @@
+"""What goes wrong on purpose in `verify --vllm`: stores that fail, hang or lie half-way, and damage behind all checks.
+
+`sabotage` is put around the start of an engine, in the engine's process. It reaches into how the connector is put
+together, on the worker's side alone: what the scheduler sees of the stores stays right, so it promises what is then not
+given. No vLLM here.
+"""
+
+import enum
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+from unittest.mock import patch
+
+from headwater.core.page import PageName
+from headwater.integrations.vllm import build
+from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.wrappers import WrapperStore
+from headwater.transfer import staging
+from headwater.transfer.arena import DeviceCache
+from headwater.transfer.copy_lane import Transfer
+from headwater.transfer.wire import Digests
+
+_SIGN: Final = 0x80  # of the last byte of a float32, little endian
+_FLOAT_BYTES: Final = 4
+_HANG_S: Final = 600.0
+
+
+class Fault(enum.StrEnum):
+    """What goes wrong."""
+
+    FAIL = "fail"  # the store fails behind its first so many pages
+    HANG = "hang"  # it never answers for them, whatever the deadline
+    DAMAGE = "damage"  # it gives other bytes, which verification has to notice
+    SPOIL = "spoil"  # bytes change on the device, behind all checks: nobody can notice but who compares
+
+
+class FaultyStore(WrapperStore):
+    """Gives so many pages as they are, then does as its fault says."""
+
+    interruptible: ClassVar[bool] = False  # a hanging one heeds no deadline
+
+    def __init__(self, store: Store, fault: Fault, num_good: int) -> None:
+        super().__init__(store)
+        self._fault = fault
+        self._num_good = num_good
+        self._over = threading.Event()
+
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        """Give the first ones; the rest as the fault says."""
+        num = min(self._num_good, len(pages))
+        self._num_good -= num
+        good = self.store.get_into(pages[:num], deadline=deadline) if num else []
+        rest = pages[num:]
+        if not rest:
+            return good
+        if self._fault is Fault.HANG:
+            self._over.wait(_HANG_S)
+        if self._fault is not Fault.DAMAGE:
+            return good + [GetStatus.FAILED] * len(rest)
+        bad = self.store.get_into(rest, deadline=deadline)
+        for _, frame in rest:
+            frame[-1] ^= _SIGN
+        return good + bad
+
+    def let_go(self) -> None:
+        """Answer what hangs."""
+        self._over.set()
+
+
+class SpoilingStaging(staging.TorchStaging):
+    """Turns the sign of every number of each block that was verified and written."""
+
+    def __init__(self, device: DeviceCache, *args: object, **more: object) -> None:
+        super().__init__(device, *args, **more)  # type: ignore[arg-type]
+        self._spoilt_rows = device.rows
+
+    def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Write, then spoil."""
+        super().scatter(pages, slots)
+        self._spoil(slots)
+
+    def scatter_from(
+        self,
+        frames: Sequence[memoryview],
+        slots: Sequence[int],
+        *,
+        expected: Digests,
+        on_planes: Callable[[int], None] | None = None,
+        on_over: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """Write, then spoil, before anybody hears of it."""
+        transfer = super().scatter_from(frames, slots, expected=expected)
+        transfer.wait()
+        self._spoil(slots)
+        if on_over is not None:
+            on_over()
+        return transfer
+
+    def _spoil(self, slots: Sequence[int]) -> None:
+        for row in self._spoilt_rows:
+            for slot in slots:
+                row[slot, _FLOAT_BYTES - 1 :: _FLOAT_BYTES] ^= _SIGN
+
+
+@contextmanager
+def sabotage(fault: Fault | None, *, num_good: int = 0) -> Iterator[list[FaultyStore]]:
+    """An engine that is started in this block has its fault for good; others do not. Yields the stores that it gets."""
+    made: list[FaultyStore] = []
+    if fault is None:
+        yield made
+        return
+    if fault is Fault.SPOIL:
+        with patch.object(staging, "TorchStaging", SpoilingStaging):
+            yield made
+        return
+    from headwater.integrations.vllm import connector  # vLLM is here
+
+    open_tiers, opened = build.open_tiers, build.open_worker
+
+    def tiers(*args: Any, **more: Any) -> dict[str, Store]:
+        stores = {name: FaultyStore(store, fault, num_good) for name, store in open_tiers(*args, **more).items()}
+        made.extend(stores.values())
+        return dict(stores)
+
+    def open_worker(*args: Any, **more: Any) -> build.OpenWorker:
+        with patch.object(build, "open_tiers", tiers):
+            return opened(*args, **more)
+
+    with patch.object(connector, "open_worker", open_worker):
+        yield made

@@ -1,0 +1,166 @@
+"""Engines of `verify --vllm` in a process of their own, one after the other: opened, asked, closed, as the parent says.
+
+The protocol is that of `bench vllm`; the engine is its engine, asked for several prompts at once. It tells what vLLM
+itself counted (cached tokens, where they are from, preemptions, steps) and what our own counters say of loads, and
+judges nothing.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from headwater.bench import vllm_worker
+from headwater.bench.vllm_worker import Engine
+from headwater.verify.vllm_faults import Fault, FaultyStore, sabotage
+
+_SETTLE_S: Final = 30.0
+_SOURCE: Final = "vllm:prompt_tokens_cached_by_source"
+_EXTERNAL: Final = "vllm:external_prefix_cache_hits"
+_PREEMPTIONS: Final = "vllm:num_preemptions"
+
+
+class Proven(Engine):
+    """One engine, asked for batches."""
+
+    def ask(self, prompts: Sequence[list[int]], *, max_tokens: int, give_up_s: float) -> dict[str, Any]:
+        """Compute all of these at once. `over` is False where some had not ended in time; they are aborted."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        before = self.counted()
+        begin_s = time.monotonic()
+        names = []
+        for prompt in prompts:
+            self._number += 1
+            names.append(f"{self._number}")
+            self._engine.add_request(names[-1], TokensPrompt(prompt_token_ids=prompt), sampling)
+        last: dict[str, Any] = {}
+        num_steps, first_step = 0, 0
+        while not self._all_over(names, last) and time.monotonic() - begin_s < give_up_s:
+            for output in self._step():
+                last[output.request_id] = output
+            num_steps += self._computed
+            first_step = first_step or (num_steps if last else 0)
+        over = self._all_over(names, last)
+        if not over:
+            self._engine.abort_request(names)
+        after = self.counted()
+        outputs = [last.get(name) for name in names]
+        return {
+            "over": over,
+            "seconds": time.monotonic() - begin_s,
+            "tokens": [list(one.outputs[0].token_ids) if one is not None else [] for one in outputs],
+            "cached_tokens": [(one.num_cached_tokens or 0) if one is not None else 0 for one in outputs],
+            "steps_to_first": first_step,
+            "counted": {name: num - before.get(name, 0) for name, num in after.items() if num != before.get(name, 0)},
+        }
+
+    def settle(self) -> bool:
+        """Wait until all that was computed is in the stores, or not to be. False: that took too long."""
+        give_up_s = time.monotonic() + _SETTLE_S
+        for last in (False, True):  # what is known only after the first time is begun with the steps of a short prompt
+            while self._core.scheduler.has_requests() and time.monotonic() < give_up_s:
+                self._step()
+            worker = worker_side()
+            if worker is not None and not worker.hands.drain(max(0.0, give_up_s - time.monotonic())):
+                return False
+            if not last:
+                self.ask([[3, 4, 5]], max_tokens=2, give_up_s=_SETTLE_S)
+        return not self._core.scheduler.has_requests()
+
+    def counted(self) -> dict[str, float]:
+        """What was counted since the start, by vLLM and by us."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if metric.name == _SOURCE:
+                found[f"source {metric.labels['source']}"] = metric.value
+            elif metric.name in (_EXTERNAL, _PREEMPTIONS):
+                found[metric.name.removeprefix("vllm:")] = found.get(metric.name, 0) + metric.value
+        worker = worker_side()
+        scheduler = getattr(self._core.scheduler.connector, "_scheduler", None)
+        for side in (worker, scheduler):
+            if side is not None:
+                for name, value in side.metrics.counters().items():
+                    found[f"headwater {name}"] = found.get(f"headwater {name}", 0) + value
+        return found
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What vLLM made of its options."""
+        config = self._engine.vllm_config
+        return {
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "block_tokens": int(config.cache_config.block_size),
+            "failure_policy": str(getattr(config.kv_transfer_config, "kv_load_failure_policy", "")),
+        }
+
+    def close(self) -> None:
+        """End it. Blocks, seconds."""
+        self._engine.engine_core.shutdown()
+
+    @staticmethod
+    def _all_over(names: Sequence[str], last: Mapping[str, Any]) -> bool:
+        return all(name in last and last[name].finished for name in names)
+
+
+class Stage:
+    """What the parent talks to: at most one engine at a time."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        """Import vLLM: that takes longest."""
+        import vllm
+
+        self._version = vllm.__version__
+        self._engine: Proven | None = None
+        self._faulty: list[FaultyStore] = []
+
+    def stats(self) -> dict[str, Any]:
+        """What is running here."""
+        import torch
+
+        return {"vllm": self._version, "torch": torch.__version__, "num_threads": torch.get_num_threads()}
+
+    def open(self, setup: Mapping[str, Any], fault: str | None = None, num_good: int = 0) -> dict[str, Any]:
+        """Start an engine in place of the one before. Blocks."""
+        self.close()
+        with sabotage(Fault(fault) if fault is not None else None, num_good=num_good) as self._faulty:
+            self._engine = Proven(setup)
+        return self._engine.facts
+
+    def close(self) -> dict[str, Any]:
+        """End the engine. Blocks."""
+        for store in self._faulty:
+            store.let_go()
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._faulty = None, []
+        return {"closed": True}
+
+    def ask(self, prompts: list[list[int]], max_tokens: int, give_up_s: float) -> dict[str, Any]:
+        """Compute."""
+        return self._here.ask(prompts, max_tokens=max_tokens, give_up_s=give_up_s)
+
+    def settle(self) -> dict[str, Any]:
+        """Let everything come to rest, then empty vLLM's own prefix cache."""
+        settled = self._here.settle()
+        return {"settled": settled, **self._here.reset()}
+
+    @property
+    def _here(self) -> Proven:
+        if self._engine is None:
+            raise RuntimeError("no engine was opened")
+        return self._engine
+
+
+def worker_side() -> Any:
+    """The connector's worker side in this process, if there is one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+
+
+def main() -> None:
+    """Serve the pipes that the parent holds."""
+    vllm_worker.main(Stage)
