@@ -7,10 +7,11 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 import errno
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -21,6 +22,7 @@ from rich.text import Text
 from headwater import __version__, config, draw
 from headwater.build import open_local
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreBusy, StoreError
+from headwater.core.role import Role
 from headwater.storage import attach, audit
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
@@ -76,6 +78,11 @@ Directory = Annotated[
 ]
 
 
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line per heartbeat and exchange
+
+
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
@@ -128,11 +135,33 @@ def verify(
     inject: Annotated[
         bool, typer.Option("--inject", help="Damage bytes behind the checks: this has to be noticed, so it must fail.")
     ] = False,
+    pd: Annotated[
+        bool, typer.Option("--pd", help="Instead: prefill and decode apart, through a pool, equal one engine alone.")
+    ] = False,
+    pool: Annotated[
+        str | None,
+        typer.Option(help="With --pd: local, mooncake, redis or all; servers are started for it.", show_default="all"),
+    ] = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Instead: a real vLLM answers the same with our connector as without.")
+    ] = False,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="With --vllm: an interpreter that has it.", show_default="this one"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a cached answer equals a computed one, bit for bit, for every family and every way to a hit."""
+    if vllm:
+        _verify_vllm(python or sys.executable, inject=inject, as_json=as_json)
+        return
     from headwater import verify as proof
 
+    if pd:
+        _verify_pd(pool or "all", model=model, device=device, inject=inject, as_json=as_json)
+        return
+    if pool is not None:
+        raise InvalidConfig("--pool is for --pd: without it nothing goes through a pool")
     with draw.progress() as tell:
         cases = proof.run(model=model, device=device, inject=inject, tell=tell)
     equal = all(case.equal for case in cases)
@@ -142,6 +171,27 @@ def verify(
     else:
         draw.verified(cases)
     if not equal:
+        raise typer.Exit(1)
+
+
+def _verify_pd(pool: str, *, model: Path | None, device: str, inject: bool, as_json: bool) -> None:
+    from headwater.verify import pd
+
+    pools = pd.POOLS if pool == "all" else (pool,)
+    with draw.progress() as tell:
+        report = pd.run(pools=pools, model=model, device=device, inject=inject, tell=tell)
+    _print_json(report.document()) if as_json else draw.verified_pd(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _verify_vllm(python: str, *, inject: bool, as_json: bool) -> None:
+    from headwater.verify import vllm as verify_vllm
+
+    with draw.progress() as tell:
+        report = verify_vllm.run(python=python, inject=inject, tell=tell)
+    _print_json(report.document()) if as_json else draw.verified_vllm(report)
+    if not report.ok:
         raise typer.Exit(1)
 
 
@@ -225,6 +275,34 @@ def bench_ttft(
     _print_json(report.document()) if as_json else draw.report(report)
 
 
+@bench.command("handoff")
+def bench_handoff(
+    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")] = "tiny",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "2048,2043",
+    block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,
+    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Hand prompts from one engine process to another through a pool in memory, beside two plain copies."""
+    from headwater.bench import handoff
+
+    options = handoff.Options(
+        shape=shape,
+        device=device,
+        lengths=tuple(_numbers("lengths", lengths)),
+        block_tokens=block,
+        step_tokens=step,
+        rounds=rounds,
+    )
+    with draw.progress() as tell:
+        report = handoff.run(options, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+    if not report.results["equal"]:
+        raise typer.Exit(1)
+
+
 @bench.command("copy")
 def bench_copy(
     device: Annotated[
@@ -286,6 +364,45 @@ def bench_pool(
     _print_json(report.document()) if as_json else draw.pools(report)
 
 
+@bench.command("vllm")
+def bench_vllm(
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="An interpreter that has vLLM.", show_default="this one")
+    ] = None,
+    lmcache: Annotated[Path, typer.Option(metavar="DIR", help="Where `make vllm-peers` put LMCache.")] = Path(".lmc"),
+    contenders: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Connectors to measure.", show_default="all that can be had")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny or medium.")] = "medium",
+    lengths: Annotated[str, typer.Option(metavar="N,...", help="Shared tokens of the prompts.")] = "1024,4096",
+    rounds: Annotated[int, typer.Option(help="Rounds; figures are medians.")] = 15,
+    pairs: Annotated[int, typer.Option(help="Pairs with and without our connector, to see what it costs.")] = 30,
+    pair_tokens: Annotated[int, typer.Option(help="Length of the prompts in those pairs.")] = 1024,
+    threads: Annotated[int, typer.Option(help="Threads of an engine.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token in a real vLLM over shared prefixes, beside other connectors; and the cost of no hits."""
+    from headwater.bench import vllm
+    from headwater.bench.vllm_contenders import NAMES
+
+    options = vllm.Options(
+        python=python if python is not None else sys.executable,
+        lmcache=lmcache,
+        contenders=tuple(contenders.split(",")) if contenders is not None else NAMES,
+        shape=shape,
+        lengths=tuple(_numbers("lengths", lengths)),
+        rounds=rounds,
+        pairs=pairs,
+        pair_tokens=pair_tokens,
+        threads=threads,
+    )
+    with draw.progress() as tell:
+        report = vllm.run(options, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+    if not report.results["tokens_equal"]:
+        raise typer.Exit(1)
+
+
 @bench.command("serve")
 def bench_serve(
     conversations: Annotated[int, typer.Option(help="Conversations at once.")] = 8,
@@ -303,6 +420,64 @@ def bench_serve(
     options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
     with draw.progress() as tell:
         report = load.run(options, tell=tell)
+    _print_json(report.document()) if as_json else draw.report(report)
+    if not report.results["answers_equal"]:
+        raise typer.Exit(1)
+
+
+@bench.command("pd")
+def bench_pd(
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model's directory.", show_default="a random one")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the random model: demo, tiny or 0.5b.")] = "tiny",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    pool: Annotated[
+        str, typer.Option(metavar="POOL", help="local, redis or mooncake, started for this; or a pool's URL.")
+    ] = "local",
+    block: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,2048,4096",
+    max_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Prompts of each length.")] = 5,
+    streams: Annotated[int, typer.Option(help="Answers that run while others' KV is read.")] = 4,
+    pairs: Annotated[int, typer.Option(help="Pairs of windows, with such reads and without.")] = 24,
+    load_every_ms: Annotated[
+        float | None, typer.Option(help="Time between two such reads.", show_default="what a prompt's prefill takes")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A request trace (JSONL).", show_default="a made-up one")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the trace that are replayed.")] = 32,
+    scale: Annotated[float, typer.Option(help="Length of its prompts and answers, beside the trace's.")] = 1 / 16,
+    rate: Annotated[float, typer.Option(help="Its requests a second.")] = 1.0,
+    max_prompt: Annotated[int, typer.Option(help="Longest prompt that is replayed.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Prefill and decode apart, beside one node for both: when tokens come, what the pool costs, equal answers."""
+    from headwater.bench import pd as apart
+
+    options = apart.Options(
+        model=model,
+        shape=shape,
+        device=device,
+        pool=pool,
+        block_tokens=block,
+        step_tokens=step,
+        lengths=tuple(_numbers("lengths", lengths)),
+        max_tokens=max_tokens,
+        rounds=rounds,
+        streams=streams,
+        pairs=pairs,
+        load_every_s=None if load_every_ms is None else load_every_ms / 1e3,
+        trace=trace,
+        requests=requests,
+        scale=scale,
+        rate_per_s=rate,
+        max_prompt=max_prompt,
+    )
+    with draw.progress() as tell:
+        report = apart.run(options, tell=tell)
     _print_json(report.document()) if as_json else draw.report(report)
     if not report.results["answers_equal"]:
         raise typer.Exit(1)
@@ -403,8 +578,30 @@ def serve(
     ] = None,
     node: Annotated[
         str | None,
-        typer.Option(help="What this server is called there.", show_default="$HEADWATER_NODE, or machine and process"),
+        typer.Option(
+            help="What this server is called there, and by routers.",
+            show_default="$HEADWATER_NODE, or machine and process",
+        ),
     ] = None,
+    role: Annotated[
+        str, typer.Option(help="mixed, or for a router: prefill (writes KV to the pool) or decode (reads it there).")
+    ] = "mixed",
+    router: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A router to tell that this node is here; may be given several times."),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Where routers find this node: http://HOST:PORT.", show_default="where it listens"
+        ),
+    ] = None,
+    lease: Annotated[float, typer.Option(help="Seconds that routers believe what this node last said.")] = 6.0,
+    drain: Annotated[float, typer.Option(help="Seconds that requests under way get when the server is ended.")] = 0.0,
+    pd_timeout: Annotated[float, typer.Option(help="Seconds that a decode node may read one prompt's KV.")] = 10.0,
+    recompute: Annotated[
+        bool, typer.Option(help="Whether a decode node computes what it could not read, or says 502.")
+    ] = True,
     index_only: Annotated[
         bool,
         typer.Option(
@@ -423,13 +620,13 @@ def serve(
     """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
     options = config.ServeConfig(
         model=model or start.tiny_model(config.default_directory()),
         name=name,
         host=host,
         port=config.DEFAULT_PORT if port is None else port,
-        api_key=api_key if api_key is not None else config.default_api_key(),
+        api_key=api_key or (config.default_node_key() if router else None) or config.default_api_key(),
         device=device,
         dtype=dtype,
         kv=kv,
@@ -444,6 +641,14 @@ def serve(
         residency=residency or (None if no_cache else config.default_residency()),
         node=node,
         index_only=index_only or config.index_only(),
+        role=_role(role),
+        routers=tuple(url.rstrip("/") for url in router or ()),
+        advertise=None if advertise is None else advertise.rstrip("/"),
+        lease_s=lease,
+        drain_s=drain,
+        pd_via=config.pd_via(),
+        pd_timeout_s=pd_timeout,
+        pd_recompute=recompute,
         max_body_bytes=max_body_mib << 20,
         max_running=max_running,
         max_waiting=max_waiting,
@@ -452,6 +657,231 @@ def serve(
         cache=not no_cache,
     )
     start.run(options, any_port=port is None, say=typer.echo)
+
+
+def _role(text: str) -> Role:
+    try:
+        return Role(text)
+    except ValueError as error:
+        raise InvalidConfig(f"a role is one of {', '.join(Role)}, not {text!r}") from error
+
+
+# --- prefill and decode apart -----------------------------------------------------------------------------------------
+
+
+@app.command("vllm-node")
+def vllm_node(
+    vllm: Annotated[str, typer.Option(metavar="URL", help="Where vLLM answers: http://HOST:PORT.")],
+    role: Annotated[str, typer.Option(help="What vLLM does: prefill, decode or mixed.")],
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The pool that vLLM's connector uses.", show_default="$HEADWATER_POOL"),
+    ] = None,
+    router: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="A router to join; may be said several times.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", show_default="a free one")] = 0,
+    node: Annotated[
+        str | None, typer.Option(help="What this node is called: as vLLM's connector is in the residency index.")
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where routers find it.", show_default="where it listens")
+    ] = None,
+    node_key: Annotated[
+        str | None,
+        typer.Option(help="What router and nodes show each other; better set $HEADWATER_NODE_KEY.", show_default=False),
+    ] = None,
+    vllm_key: Annotated[str | None, typer.Option(help="What vLLM wants to be shown.", show_default=False)] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    pool_timeout: Annotated[float, typer.Option(help="Seconds until the pool has a prompt that was computed.")] = 30.0,
+    lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
+    max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away.")] = 256,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for vLLM at the start.")] = 600.0,
+) -> None:
+    """Stand before a vLLM server with Headwater's connector, so that our router can use it as a node."""
+    from headwater.core.role import Role
+    from headwater.serve import vllm_start
+    from headwater.serve.vllm_node import NodeOptions
+
+    _log_to_stderr()
+    where = pool or config.default_pool()
+    if where is None:
+        raise InvalidConfig("a node hands KV over through the pool of vLLM's connector: say --pool URL")
+    if role not in list(Role):
+        raise InvalidConfig(f"a role is one of {', '.join(Role)}, not {role!r}")
+    for url in (vllm, *(router or ()), *(() if advertise is None else (advertise,))):
+        config.require_url("an address", url)
+    options = NodeOptions(
+        vllm=vllm,
+        role=Role(role),
+        api_key=node_key or config.default_node_key(),
+        vllm_key=vllm_key,
+        max_requests=max_requests,
+        request_timeout_s=timeout,
+        pool_timeout_s=pool_timeout,
+    )
+    vllm_start.run(
+        options,
+        pool=where,
+        host=host,
+        port=port,
+        routers=router or (),
+        node=node,
+        advertise=advertise,
+        lease_s=lease,
+        wait_s=wait,
+        say=typer.echo,
+    )
+
+
+@app.command()
+def router(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on.", show_default=f"{config.DEFAULT_PORT}, or a free one")
+    ] = None,
+    residency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The index of who holds what, which nodes tell: redis://HOST:PORT.",
+            show_default="$HEADWATER_RESIDENCY, or none: nodes take turns",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A directory with the model's tokenizer, to ask the index about text."),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Clients must show it; better set $HEADWATER_API_KEY.", show_default=False)
+    ] = None,
+    node_key: Annotated[
+        str | None,
+        typer.Option(
+            help="What router and nodes show each other; better set $HEADWATER_NODE_KEY.", show_default="the API key"
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    queue_timeout: Annotated[float, typer.Option(help="Seconds that it may wait for a node with room.")] = 30.0,
+    silence: Annotated[
+        float, typer.Option(help="Seconds that a node may say nothing, before it is asked whether it hangs.")
+    ] = 10.0,
+    max_attempts: Annotated[int, typer.Option(help="Nodes that may fail a request, before it fails.")] = 4,
+    max_prefills: Annotated[int, typer.Option(help="Times that a lost prompt is prefilled; 1: never again.")] = 3,
+    max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away (429).")] = 1024,
+) -> None:
+    """Stand before prefill, decode and mixed nodes: one address for clients, who is asked, and whether again."""
+    from headwater.disagg.settings import RouterConfig
+    from headwater.serve import router_start
+
+    _log_to_stderr()
+    options = RouterConfig(
+        api_key=api_key or config.default_api_key(),
+        node_key=node_key or config.default_node_key(),
+        request_timeout_s=timeout,
+        queue_timeout_s=queue_timeout,
+        silence_s=silence,
+        max_attempts=max_attempts,
+        max_prefills=max_prefills,
+        max_requests=max_requests,
+    )
+    router_start.run(
+        options,
+        host=host,
+        port=config.DEFAULT_PORT if port is None else port,
+        any_port=port is None,
+        residency=residency or config.default_residency(),
+        model=model,
+        say=typer.echo,
+    )
+
+
+@app.command()
+def pd(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode nodes.")] = 1,
+    mixed: Annotated[int, typer.Option(help="Mixed nodes.")] = 0,
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="The pool between them.", show_default="$HEADWATER_POOL, or one in memory, for now"
+        ),
+    ] = None,
+    pool_mib: Annotated[int, typer.Option(help="Size of a pool in memory.")] = 256,
+    residency: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="An index of who holds what.", show_default="$HEADWATER_RESIDENCY, or none"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(help="The router's port.", show_default=f"{config.DEFAULT_PORT}, or a free one")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks of KV on each device.", show_default="many")] = None,
+) -> None:
+    """Start a pool, a router and nodes on this machine; say where they are. Ctrl-C ends them all."""
+    from headwater.fleet import Fleet, FleetOptions
+    from headwater.serve import start
+    from headwater.serve.sockets import curl
+
+    _log_to_stderr()
+    directory = model or start.tiny_model(config.default_directory())
+    index = residency or config.default_residency()
+    options = FleetOptions(
+        prefill=prefill,
+        decode=decode,
+        mixed=mixed,
+        pool=pool or config.default_pool(),
+        pool_bytes=pool_mib << 20,
+        host=host,
+        port=port,
+        router=[] if index is None else ["--residency", index, "--model", str(directory)],
+        node=[
+            *("--model", str(directory), "--device", device),
+            *([] if num_blocks is None else ["--num-blocks", str(num_blocks)]),
+            *([] if index is None else ["--residency", index]),
+        ],
+    )
+    with Fleet(options) as fleet:
+        for child in fleet.children.values():
+            typer.echo(f"{child.name} is process {child.pid} on {child.url}; its log is {child.log}")
+        typer.echo(f"the pool is {fleet.pool if pool is None and not config.default_pool() else 'yours'}")
+        typer.echo(f"the router answers on {fleet.url}/v1; {fleet.url}/state shows what it decides")
+        typer.echo(curl(fleet.url, with_key=config.default_api_key() is not None))
+        with suppress(KeyboardInterrupt):
+            fleet.watch(lambda text: draw.errors().print(Text(text), style="red", soft_wrap=True))
+
+
+@app.command()
+def chaos(
+    times: Annotated[int, typer.Option(help="How often each fault is injected.")] = 50,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this one; may be given several times.", show_default="all"),
+    ] = None,
+    clients: Annotated[int, typer.Option(help="Requests at a time.")] = 6,
+    seed: Annotated[int, typer.Option(help="Another seed asks, and breaks, in another order.")] = 0,
+    pool: Annotated[str, typer.Option(help="local or mooncake, for faults that do not need a certain one.")] = "local",
+    inject: Annotated[
+        str, typer.Option(help="A fault of our own that has to be found, so it must fail: spoil or leak.")
+    ] = "",
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the logs go.", show_default="nowhere, in the end")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Break a router's nodes and their pool, under load, again and again: answers stay right, or errors honest."""
+    # The test kit is not imported here: its program takes this one's place.
+    options = ["--times", str(times), "--clients", str(clients), "--seed", str(seed), "--pool", pool]
+    options += [word for name in fault or () for word in ("--fault", name)]
+    options += (["--inject", inject] if inject else []) + (["--keep", str(keep)] if keep is not None else [])
+    command = [sys.executable, "-P", "-m", "headwater.testing.chaos", *options, *(["--json"] if as_json else [])]
+    os.execv(sys.executable, command)  # noqa: S606  our own
 
 
 # --- a pool on this machine -------------------------------------------------------------------------------------------

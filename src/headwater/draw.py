@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from headwater.pool.local import PoolStatus
     from headwater.replay.sweep import Sweep
     from headwater.verify import Case
+    from headwater.verify.pd import PdReport
+    from headwater.verify.pd_cases import PdCase
+    from headwater.verify.vllm import VllmReport
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
 _BAD_SHOWN: Final = 50
@@ -328,8 +331,8 @@ def _printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def verified(cases: "Sequence[Case]") -> None:
-    """What `headwater verify` found, a row per family and a mark per case."""
+def verified(cases: "Sequence[Case] | Sequence[PdCase]") -> None:
+    """What `headwater verify` found, a column per family and a mark per case."""
     names = list(dict.fromkeys(case.case for case in cases))
     families = list(dict.fromkeys(case.family for case in cases))
     table = _table("case", text=1)
@@ -345,7 +348,32 @@ def verified(cases: "Sequence[Case]") -> None:
             output().print(Text(f"{case.family}, {case.case}: {case.problem}", style="red"))
 
 
-def _mark(case: "Case | None") -> Text:
+def verified_pd(report: "PdReport") -> None:
+    """What `headwater verify --pd` found, a table per pool."""
+    for run in report.pools:
+        output().print(Text(f"pool: {run.pool}" + (f", absent: {run.absent}" if run.absent else "")))
+        if not run.absent:
+            verified([case for case in report.cases if case.pool == run.pool])
+    if not report.ok:
+        output().print(Text("not everything that was asked for is equal", style="bold red"))
+
+
+def verified_vllm(report: "VllmReport") -> None:
+    """What `headwater verify --vllm` found, a row per case."""
+    table = _table("model", "case", "cached tokens", "seconds", "", text=2)
+    for case in report.cases:
+        cached = ", ".join(str(num) for num in sorted(set(case.cached_tokens))) or "-"
+        right = Text("differs, as it must" if case.case == "control" else "equal", style="green")
+        mark = Text("skipped") if case.skipped else right if case.equal else Text("WRONG", style="bold red")
+        table.add_row(case.model, case.case, cached, f"{case.seconds:.1f}", mark)
+    output().print(table)
+    for case in report.cases:
+        if case.problem or case.skipped:
+            style = "red" if case.problem else "default"
+            output().print(Text(f"{case.model}, {case.case}: {case.problem or case.skipped}", style=style))
+
+
+def _mark(case: "Case | PdCase | None") -> Text:
     if case is None:
         return Text("-")
     return Text("equal", style="green") if case.equal else Text("DIFFERENT", style="bold red")

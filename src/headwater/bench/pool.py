@@ -16,14 +16,15 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from headwater.bench.pool_ways import NAMES, Items, NotHere, Way, open_way, redis_server
+from headwater.bench.pool_ways import NAMES, Items, NotHere, Way, open_way
 from headwater.bench.pools import IDENTITY, Page, endless
 from headwater.bench.report import Report, Samples, Tell
 from headwater.bench.residency import bench_lookups
-from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.core.errors import HeadwaterError, InvalidConfig, StoreUnavailable
 from headwater.core.page import PageName
 from headwater.layout.frame import ALIGNMENT, frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
+from headwater.pool.redis import redis_server
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
@@ -243,7 +244,7 @@ def _lookups() -> dict[str, Any]:
     try:
         with redis_server(_LOOKUP_BYTES) as url:
             found = bench_lookups(url)
-    except NotHere as error:
+    except StoreUnavailable as error:
         return {"residency_skipped": str(error)}
     return {
         "residency_lookups_per_s": found.blocks_per_s,

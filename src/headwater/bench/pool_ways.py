@@ -4,9 +4,6 @@ Servers are real ones on loopback, started here and ended with the block. A way 
 raises NotHere, which says why.
 """
 
-import shutil
-import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +18,7 @@ from headwater.config import LocalStoreConfig
 from headwater.core.errors import NotInstalled, StoreError
 from headwater.core.page import PageName
 from headwater.pool.process import spawn
+from headwater.pool.redis import redis_server
 from headwater.pool.servers import LOOPBACK, QUIET, client_command, free_port, master_command
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
@@ -112,24 +110,6 @@ def _redis(room_bytes: int) -> Iterator[Way]:
 
 
 @contextmanager
-def redis_server(room_bytes: int) -> Iterator[str]:
-    """A Redis server on loopback, empty and without a disk; its address. Raises NotHere."""
-    program = shutil.which("redis-server")
-    if program is None:
-        raise NotHere("there is no redis-server: apt-get install redis-server")
-    port = free_port()
-    options = ["--port", str(port), "--bind", LOOPBACK, "--save", "", "--maxmemory", str(room_bytes + (64 << 20))]
-    with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory:
-        process = subprocess.Popen([program, *options, "--dir", directory], stdout=subprocess.DEVNULL)  # noqa: S603
-        try:
-            _wait_for(port, greets=False)
-            yield f"redis://{LOOPBACK}:{port}"
-        finally:
-            process.terminate()
-            process.wait()
-
-
-@contextmanager
 def _mooncake(room_bytes: int, *, how: str) -> Iterator[Way]:
     port, client_port = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="headwater-bench-") as directory, ExitStack() as stack:
@@ -181,21 +161,13 @@ def _exist(client: Any, names: Sequence[PageName]) -> object:
     return pipe.execute()
 
 
-def _wait_for(port: int, *, greets: bool = True) -> None:
-    """Until a server listens and, if it `greets`, answers a Mooncake client. Raises NotHere."""
+def _wait_for(port: int) -> None:
+    """Until a server answers a Mooncake client. Raises NotHere."""
     until = Deadline.after(_UP_S)
-    while (trouble := knock(LOOPBACK, port, 0.5) if greets else _refused(port)) is not None:
+    while (trouble := knock(LOOPBACK, port, 0.5)) is not None:
         if until.expired:
             raise NotHere(f"a server does not come up: {trouble}")
         time.sleep(0.02)
-
-
-def _refused(port: int) -> str | None:
-    try:
-        socket.create_connection((LOOPBACK, port), 0.5).close()
-    except OSError as error:
-        return str(error)
-    return None
 
 
 _OPENERS: Final[dict[str, Callable[[int], Any]]] = {

@@ -10,7 +10,6 @@ bytes that are no text would come back as other tokens: a fault of random weight
 Not here: another engine, an arrival process, a client that is itself measured. It is the standard library's.
 """
 
-import json
 import queue
 import random
 import re
@@ -24,10 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, Self
-from urllib.parse import urlsplit
+from typing import Any, Final
 
 import numpy as np
 
@@ -39,7 +37,7 @@ try:
 except ModuleNotFoundError as error:
     raise NotInstalled(f"a server and its model need {error.name}: pip install 'headwater[serve]'") from error
 
-from headwater import config
+from headwater.bench.client import Client
 from headwater.bench.report import Report, Tell
 from headwater.engine.checkpoint import SINGLE
 from headwater.engine.make_model import make_model
@@ -50,9 +48,9 @@ _COMMAND: Final = (sys.executable, "-P", "-c", "from headwater.cli import app; a
 _TIER_MIB: Final = 256
 _HEAD: Final = "lm_head.weight"
 _START_S: Final = 600.0  # for a server to load its model
-_WAIT_S: Final = 600.0  # for the next bytes of an answer
 _STOP_S: Final = 60.0  # for a server to end
 _COUNT_S: Final = 10.0  # for its counters to hear of the last answer
+_COUNTERS: Final = ("prompt_tokens_total", "hit_tokens_total")
 
 _WORDS: Final = (
     "about after again answer any ask before both check each early every find first from give help how into keep know "
@@ -198,9 +196,9 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
     )
 
 
-def make_talker(directory: Path, *, seed: int) -> None:
+def make_talker(directory: Path, *, seed: int, shape: Mapping[str, object] | None = None) -> None:
     """A tiny random model whose every answer is text: nothing but printable ASCII can be its most likely token."""
-    make_model("llama", directory, seed=seed)
+    make_model("llama", directory, seed=seed, overrides=shape)
     tensors = load_file(directory / SINGLE)
     spoken = torch.zeros(len(tensors[_HEAD]), dtype=torch.bool)
     spoken[0x20:0x7F] = True
@@ -255,22 +253,8 @@ def _address(process: subprocess.Popen[str], log: Path) -> str:
 # --- the clients ------------------------------------------------------------------------------------------------------
 
 
-class _Client:
-    """One connection to a server."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=_WAIT_S)
-        key = config.default_api_key()  # the server reads it too
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Close."""
-        self._connection.close()
+class _Client(Client):
+    """Asks for messages, and for what was computed."""
 
     def ask(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> Turn:
         """The next message of a conversation. Raises HeadwaterError, OSError, HTTPException where there is none."""
@@ -284,9 +268,7 @@ class _Client:
         begin_s = time.perf_counter()
         first_s: float | None = None
         text, finish_reason, usage = "", None, None
-        for event in self._events("/v1/chat/completions", body):
-            if "error" in event:
-                raise HeadwaterError(event["error"]["message"])
+        for event in self.events("/v1/chat/completions", body):
             for choice in event["choices"]:
                 if first_s is None:
                     first_s = time.perf_counter()
@@ -309,26 +291,11 @@ class _Client:
 
     def computed(self) -> tuple[int, int]:
         """By /metrics: tokens of all prompts that were answered, and how many of them were computed."""
-        self._connection.request("GET", "/metrics", headers=self._headers)
-        with self._connection.getresponse() as response:
-            lines = response.read().decode().splitlines()
-        sums = {"prompt_tokens_total": 0.0, "hit_tokens_total": 0.0}
-        for line in lines:
-            found = re.match(r"headwater_(\w+)(?:{.*})? (\S+)$", line)
-            if found is not None and found[1] in sums:
-                sums[found[1]] += float(found[2])
-        prompts = int(sums["prompt_tokens_total"])
-        return prompts, prompts - int(sums["hit_tokens_total"])
-
-    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        self._connection.request("POST", path, json.dumps(body), self._headers)
-        with self._connection.getresponse() as response:
-            if response.status != 200:
-                raise HeadwaterError(f"status {response.status}: {response.read(1000).decode(errors='replace')}")
-            for line in response:
-                data = line.decode().strip().removeprefix("data: ")
-                if data and data != "[DONE]":
-                    yield json.loads(data)
+        sums: Counter[str] = Counter()
+        for sample in self.metrics():
+            sums[sample.name] += int(sample.value) if sample.name in _COUNTERS else 0
+        prompts, hits = (sums[name] for name in _COUNTERS)
+        return prompts, prompts - hits
 
 
 def _load(url: str, mode: str, options: Options, tell: Tell | None) -> Load:

@@ -64,7 +64,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "vocab_size": 128256,
     },
 }
-_COMMON: Final[dict[str, Any]] = {
+COMMON: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "max_position_embeddings": 131072,
@@ -170,7 +170,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
     """Measure. Blocks for minutes on a large shape."""
     options = options if options is not None else Options()
     model = random_model(
-        {**_COMMON, **SHAPES[options.shape]},
+        {**COMMON, **SHAPES[options.shape]},
         name=options.shape,
         device=options.device,
         dtype="bf16" if options.device != "cpu" else "fp32",
