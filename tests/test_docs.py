@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from headwater.cli import app
 from headwater.engine.request import Usage
 from headwater.serve.body import Fields
 from headwater.serve.openai import Chat, Completions, usage_document
+from headwater.serve.phases import phases_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,14 +86,16 @@ def test_bodies_and_usage_in_the_documents_are_the_server_s() -> None:
         computed_tokens=24,
         ttft_s=0.03,
         total_s=0.1,
+        queue_s=0.01,
     )
-    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"))
+    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"), phases_of(usage, None))
 
 
 def test_the_options_in_the_documents_exist() -> None:
+    whole = typer.main.get_command(app)
     for page in PAGES:
         for line in re.findall(r"^(?:\.venv/bin/)?headwater (.*)$", page.read_text(), re.MULTILINE):
-            command = typer.main.get_command(app)
+            command = whole
             for word in shlex.split(line, comments=True):
                 inner = getattr(command, "commands", {}).get(word)
                 command = inner if inner is not None else command
@@ -101,14 +105,9 @@ def test_the_options_in_the_documents_exist() -> None:
 
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    for command in sorted(
-        set(re.findall(r"\bheadwater (demo|doctor|replay|serve|verify|make-model|bench \w+|ls|check|purge)\b", text))
-    ):
-        subprocess.run(
-            [sys.executable, "-c", "from headwater.cli import app; app()", *command.split(), "--help"],
-            check=True,
-            capture_output=True,
-        )
+    names = "chaos|check|demo|doctor|ls|make-model|pd|purge|replay|router|serve|verify"
+    for command in sorted(set(re.findall(rf"\bheadwater ({names}|bench \w+|pool \w+)\b", text))):
+        assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
     for module in sorted(set(re.findall(r"python -m (headwater[\w.]+)", text))):
         subprocess.run([sys.executable, "-m", module, "--help"], check=True, capture_output=True)
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -118,7 +117,7 @@ def test_the_commands_in_the_documents_exist() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:core|layout|policy|index|residency|cache|engine|replay|serve|storage|transfer|testing|bench)/[\w/.]+\.py)`",
+            r"`((?:core|layout|policy|index|residency|cache|engine|replay|serve|storage|transfer|testing|bench|disagg|pool|verify)/[\w/.]+\.py)`",
             page.read_text(),
         ):
             known = (ROOT / "src" / "headwater" / name).exists() or name == "core/block.py"

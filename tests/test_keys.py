@@ -211,7 +211,7 @@ def test_no_tokens_no_keys(tokens: Any) -> None:
         (7, "not int"),
         (None, "not NoneType"),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_refuses_what_is_no_token(tokens: Any, message: str) -> None:
     with pytest.raises(InvalidTokens, match=message):

@@ -1,0 +1,146 @@
+"""Who takes part in `bench vllm`: how each is switched on in vLLM, and what must run beside it.
+
+Contenders are vLLM alone, vLLM's own offloading with memcpy as the copy, LMCache with its server, and ours. One that
+cannot be had on this machine raises NotHere, which says why. Servers are started here, on loopback, and end with the
+block.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from headwater.bench.pool_ways import NotHere
+from headwater.core.errors import NotInstalled
+from headwater.pool.servers import LOOPBACK, free_port
+from headwater.storage.scratch import disk_root, memory_root
+
+PLAIN: Final = "plain"  # vLLM alone: cold, and its own prefix cache
+OURS: Final = "headwater"
+SYNC: Final = f"{OURS}-sync"  # the same, with loads inside the step that needs them
+NAMES: Final = ("offloading", "lmcache", "lmcache-shm", OURS, SYNC)
+_SHM: Final = Path("/dev/shm")  # noqa: S108  where a server of somebody else puts its pool
+_UP_S: Final = 60.0
+_POLL_S: Final = 0.1
+_STOP_S: Final = 10.0
+_CHUNK_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """How one engine is started. `transfer` is what `--kv-transfer-config` takes."""
+
+    name: str
+    transfer: Mapping[str, Any] | None = None
+    paths: tuple[str, ...] = ()
+    odd_objects: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def open_contender(name: str, *, python: str, lmcache: Path, room_bytes: int) -> Iterator[Contender]:
+    """One contender, with its servers and its files. Blocks until they are up. Raises NotHere."""
+    if name == PLAIN:
+        yield Contender(name=name)
+    elif name == "offloading":
+        spec = {"spec_name": "MemcpyOffloadingSpec", "spec_module_path": "headwater.bench.vllm_memcpy"}
+        transfer = _transfer("OffloadingConnector", {"cpu_bytes_to_use": room_bytes, **spec})
+        yield Contender(name=name, transfer=transfer)
+    elif name in (OURS, SYNC):
+        with _scratch(memory_root(room_bytes)) as host, _scratch(disk_root()) as disk:
+            extra = {"host_directory": f"{host}/store", "host_bytes": room_bytes}
+            extra |= {"disk_directory": f"{disk}/store", "disk_bytes": room_bytes}
+            extra |= {"load": "sync"} if name == SYNC else {}
+            transfer = _transfer("HeadwaterConnector", extra, module="headwater.integrations.vllm")
+            yield Contender(name=name, transfer=transfer)
+    else:
+        with _lmcache(name, python=python, where=lmcache, room_bytes=room_bytes) as contender:
+            yield contender
+
+
+def _scratch(root: Path | None) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=root)
+
+
+def _transfer(connector: str, extra: Mapping[str, Any], *, module: str | None = None) -> dict[str, Any]:
+    found = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra)}
+    return found if module is None else {**found, "kv_connector_module_path": module}
+
+
+@contextmanager
+def _lmcache(name: str, *, python: str, where: Path, room_bytes: int) -> Iterator[Contender]:
+    """LMCache with its server: its own default, which sends pages through a socket, or over shared memory."""
+    if not (where / "lmcache").is_dir():
+        raise NotHere(f"LMCache is not in {where}: `make vllm-peers` puts it there")
+    port = free_port()
+    pool = f"headwater-bench-{uuid4().hex[:12]}"
+    settings = {"PYTHONPATH": str(where.resolve()), "PYTHONHASHSEED": "0"}
+    command = [python, "-m", "lmcache.v1.multiprocess.server", "--host", LOOPBACK, "--port", str(port)]
+    command += ["--chunk-size", str(_CHUNK_TOKENS), "--l1-size-gb", str(-(-room_bytes // (1 << 30)))]
+    command += ["--eviction-policy", "LRU", "--supported-transfer-mode", "engine_driven", "--disable-observability"]
+    if name == "lmcache-shm":
+        command += ["--shm-name", pool]
+    with _scratch(None) as directory:
+        log = Path(directory) / "log"
+        with log.open("ab") as printed:
+            server = subprocess.Popen(command, env={**os.environ, **settings}, stdout=printed, stderr=printed)  # noqa: S603
+        try:
+            give_up_s = time.monotonic() + _UP_S
+            while not _answers(port):
+                if server.poll() is not None or time.monotonic() > give_up_s:
+                    raise NotHere(f"LMCache's server does not start: {last_line(log)}")
+                time.sleep(_POLL_S)
+            reach = {"host": f"tcp://{LOOPBACK}", "port": port, "mp_transfer_mode": "engine_driven"}
+            yield Contender(
+                name=name,
+                transfer=_transfer("LMCacheMPConnector", {f"lmcache.mp.{key}": value for key, value in reach.items()}),
+                paths=(str(where.resolve()),),
+                odd_objects=True,
+                settings={"PYTHONHASHSEED": "0"},
+            )
+        finally:
+            server.terminate()
+            try:
+                server.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            for left in _SHM.glob(f"*{pool}*"):  # it leaves its pool behind
+                left.unlink(missing_ok=True)
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
+        return True
+    return False
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in reversed(lines):
+            if line.strip():
+                return line.strip()[-300:]
+    return "it said nothing"
+
+
+def require_vllm(python: str) -> None:
+    """Raise NotInstalled unless this interpreter has vLLM. Blocks for a moment; does not import it."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", look], capture_output=True, check=False, timeout=_UP_S)  # noqa: S603
+    except OSError as error:
+        raise NotInstalled(f"{python} cannot be started: {error.strerror}") from error
+    if found.returncode != 0:
+        hint = "`make vllm-venv` makes one that has, for --python" if python == sys.executable else "another --python?"
+        raise NotInstalled(f"{python} has no vLLM: {hint}")

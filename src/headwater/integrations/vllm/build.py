@@ -1,0 +1,235 @@
+"""The connector's own `build.py`: the one place here that names concrete classes and introduces them to each other."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headwater.build import open_host_pages, open_publisher
+from headwater.build import open_tiers as open_tiers  # tests put stores in its place
+from headwater.cache.lent import LentBrain, LentCache
+from headwater.config import CacheConfig, ResidencyConfig, default_node
+from headwater.core.errors import InvalidConfig
+from headwater.core.identity import CacheIdentity
+from headwater.engine.connector import Connector
+from headwater.integrations.vllm.courier import Courier
+from headwater.integrations.vllm.identity import engine_identity
+from headwater.integrations.vllm.metadata import RankFacts
+from headwater.integrations.vllm.pacer import Pacer
+from headwater.integrations.vllm.requests import Namer
+from headwater.integrations.vllm.scheduler import SchedulerSide
+from headwater.integrations.vllm.settings import ConnectorConfig, LoadWhen, machine_disk_bytes, machine_host_bytes
+from headwater.integrations.vllm.told import Teller
+from headwater.integrations.vllm.told_pages import is_asked, told_pages
+from headwater.integrations.vllm.worker import WorkerSide
+from headwater.layout.frame import frame_bytes
+from headwater.layout.shard import Shard
+from headwater.layout.spec import KVLayout, opaque_layout
+from headwater.metrics import Metrics
+from headwater.storage import directory
+from headwater.storage.base import SYSTEM_CLOCK, Registering, Store
+from headwater.transfer.ranks import Ranks
+from headwater.transfer.seats import Seat
+from headwater.transfer.worker import Worker
+
+if TYPE_CHECKING:
+    from headwater.integrations.vllm.registered import RegisteredCache
+
+log: Final = logging.getLogger("headwater")
+
+_STAGING_PAGES: Final = 256  # at most, and
+_STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel to stores that have no address, but
+_LEAST_STAGING: Final = 8
+_DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
+
+
+class _NoPages:
+    """Staging of a worker that only looks."""
+
+    num_pages: Final = 1
+
+    def __init__(self, num_bytes: int) -> None:
+        self._frame = memoryview(bytearray(num_bytes))
+
+    def frame(self, page: int) -> memoryview:
+        """The one page, which is never used."""
+        return self._frame
+
+    def gather(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Not here."""
+        raise InvalidConfig("the scheduler has no blocks")
+
+    def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Not here."""
+        raise InvalidConfig("the scheduler has no blocks")
+
+
+def sized(config: ConnectorConfig) -> ConnectorConfig:
+    """The same, with sizes from the machine for directories that are not there yet, where nobody said otherwise."""
+
+    def size(path: Path | None, asked: int | None, machine: int) -> int | None:
+        return asked if path is None or asked is not None or (path / directory.SLAB).exists() else machine
+
+    host, disk = config.host_directory, config.disk_directory
+    return replace(
+        config,
+        host_bytes=size(host, config.host_bytes, machine_host_bytes(host) if host else 0),
+        disk_bytes=size(disk, config.disk_bytes, machine_disk_bytes(disk) if disk else 0),
+    )
+
+
+@dataclass(slots=True)
+class OpenWorker:
+    """A rank's side with all that belongs to it."""
+
+    side: WorkerSide
+    hands: Worker
+    stores: Mapping[str, Store]
+    metrics: Metrics
+    stack: ExitStack
+
+    def close(self, timeout_s: float = _DRAIN_S) -> None:
+        """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
+        self.hands.drain(timeout_s)
+        self.stack.close()
+
+
+def open_worker(
+    config: ConnectorConfig, device: "RegisteredCache", *, identity: CacheIdentity, rank: int, world: int
+) -> OpenWorker:
+    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log."""
+    from headwater.transfer.staging import TorchStaging
+
+    metrics = Metrics()
+    stack = ExitStack()
+    with stack:
+        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        if not stores:
+            raise InvalidConfig("no tier can be had (see the log): leave the connector out, or give it a directory")
+        page = frame_bytes(device.layout.plane_bytes)
+        num_pages = max(_LEAST_STAGING, min(_STAGING_PAGES, _STAGING_BYTES // page))
+        pages = open_host_pages(page, num_pages, metrics=metrics)
+        if pages is None:
+            raise InvalidConfig(f"{num_pages * page} bytes of host memory for staging cannot be had")
+        staging = stack.enter_context(TorchStaging(device, stack.enter_context(pages)))
+        for store in stores.values():
+            if isinstance(store, Registering):
+                store.register(pages.memory)
+        hands = Worker(
+            stores,
+            staging,
+            layout=device.layout,
+            identity=identity.digest,
+            block_tokens=device.layout.block_tokens,
+            shard=Shard(rank, world),
+            metrics=metrics,
+            threads_per_store=config.threads_per_store,
+        )
+        stack.callback(hands.close, _DRAIN_S)
+        side = WorkerSide(hands, rank=rank)
+        return OpenWorker(side, hands, stores, metrics, stack.pop_all())
+    raise AssertionError  # the stack swallows nothing
+
+
+@dataclass(slots=True)
+class OpenScheduler:
+    """The scheduler's side with all that belongs to it."""
+
+    side: SchedulerSide
+    pacer: Pacer | None  # None: loads are not weighed against computing
+    cache: LentCache
+    stores: Mapping[str, Store]
+    metrics: Metrics
+    stack: ExitStack
+    identity: CacheIdentity
+    ranks: Sequence[RankFacts]
+
+    def told(self, request: Any) -> dict[str, Any] | None:
+        """What a request's answer says of its pages, if it was asked to; before it is `finished`."""
+        if not is_asked(getattr(request, "kv_transfer_params", None)):
+            return None
+        return told_pages(self.identity, self.ranks, self.side.prompt_keys(request))
+
+    def close(self) -> None:
+        """End everything. Blocks, seconds at most; idempotent."""
+        self.side.close()
+        self.stack.close()
+
+
+def open_scheduler(
+    config: ConnectorConfig,
+    ranks: Sequence[RankFacts],
+    *,
+    loads: bool = True,
+    saves: bool = True,
+    events: bool = False,
+) -> OpenScheduler:
+    """The brain of one engine, from what its workers said of themselves. Raises InvalidConfig if they do not agree.
+
+    `events`: whether somebody listens to vLLM's KV events.
+    """
+    identity = engine_identity(ranks)
+    metrics = Metrics()
+    stack = ExitStack()
+    with stack:
+        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        first = ranks[0]
+        cache_config = CacheConfig(
+            num_slots=first.num_blocks,
+            block_tokens=first.block_tokens,
+            block_bytes=sum(one.page_bytes for one in ranks),
+            tiers=tuple(config.tier(name) for name in stores),
+            prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
+        )
+        courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks))
+        cache = LentCache(LentBrain(cache_config), courier, clock=SYSTEM_CLOCK, metrics=metrics)
+        courier.deliver = cache.deliver
+        listener = None
+        if config.residency is not None:
+            told = ResidencyConfig(url=config.residency, node=config.node or default_node())
+            pages = [(one.rank, one.world, 0) for one in ranks]
+            listener = open_publisher(cache, told, stores, identity=identity.digest, pages=pages)
+            stack.callback(listener.close)
+        teller = Teller(events=events, listener=listener)
+        if teller.active:
+            cache.announce(teller)
+        side = SchedulerSide(
+            cache,
+            courier,
+            Namer(identity),
+            config,
+            block_tokens=first.block_tokens,
+            loads=loads,
+            saves=saves,
+            teller=teller if teller.active else None,
+        )
+        weighs = config.load_when is LoadWhen.PAYS or (config.load_when is None and saves)
+        pacer = Pacer(Connector(cache, identity).measured) if weighs else None
+        return OpenScheduler(side, pacer, cache, stores, metrics, stack.pop_all(), identity, tuple(ranks))
+    raise AssertionError
+
+
+def _eyes(stores: Mapping[str, Store], ranks: Sequence[RankFacts], metrics: Metrics) -> Worker | Ranks:
+    """Who looks: for one rank's pages, or for those of all."""
+    seats = []
+    for one in sorted(ranks, key=lambda facts: facts.rank):
+        layout = _layout_of(one)
+        hands = Worker(
+            stores,
+            _NoPages(frame_bytes(layout.plane_bytes)),
+            layout=layout,
+            identity=engine_identity([replace(one, rank=0, world=1)]).digest,
+            block_tokens=one.block_tokens,
+            shard=Shard(one.rank, one.world),
+            metrics=metrics,
+        )
+        seats.append(Seat(one.rank, Shard(one.rank, one.world), 0, hands))
+    if len(seats) == 1:
+        return seats[0].hands  # type: ignore[return-value]  # it is the worker above
+    return Ranks(seats, stores=list(stores), metrics=metrics)
+
+
+def _layout_of(one: RankFacts) -> KVLayout:
+    return opaque_layout(one.plane_bytes, one.block_tokens)

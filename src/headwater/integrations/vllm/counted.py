@@ -1,0 +1,53 @@
+"""How much counters grew between two questions: what crosses a process' border instead of `Metrics`. No vLLM here."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from headwater.metrics import Metrics
+from headwater.storage.base import SYSTEM_CLOCK, Clock
+
+_EVERY_S: Final = 0.05  # vLLM asks with every step
+
+_TITLE: Final = re.compile(r"(\w+)(?:\{(.*)\})?")
+_LABEL: Final = re.compile(r'\w+=("(?:[^"\\]|\\.)*")')
+
+
+class Counted:
+    """A process' counters, asked now and then."""
+
+    def __init__(self, metrics: Metrics, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._next_s = 0.0
+
+    def grown(self, *, now: bool = False) -> dict[str, float]:
+        """What grew since the last answer, by title; nothing, if that is a moment ago, unless `now`."""
+        now_s = self._clock.monotonic()
+        if now_s < self._next_s and not now:
+            return {}
+        self._next_s = now_s + _EVERY_S
+        found = self._metrics.counters()
+        grown = {
+            title: value - self._last.get(title, 0.0)
+            for title, value in found.items()
+            if value > self._last.get(title, 0.0)
+        }
+        self._last = found
+        return grown
+
+
+def merged(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The sum of what two processes counted."""
+    return {title: one.get(title, 0.0) + other.get(title, 0.0) for title in {**one, **other}}
+
+
+def labels_of(title: str) -> tuple[str, list[str]]:
+    """A counter's name and the values of its labels, in order, from `Metrics.counters`' title."""
+    found = _TITLE.fullmatch(title)
+    if found is None:
+        return title, []
+    name, labels = found.groups()
+    return name, [str(json.loads(value)) for value in _LABEL.findall(labels or "")]

@@ -1,0 +1,263 @@
+"""Courier: the hands, as the brain in vLLM's scheduler sees them.
+
+What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
+(`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
+what all of them agree on (`transfer/verdict.py`). Nothing is timed here: each worker ends its jobs by itself.
+
+Looks are done here, by `eyes`: a worker without pages that has the same stores open. The stores of a node are shared by
+its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
+*absent*, whatever a store says: otherwise a request would be told again and again of a hit that cannot be had.
+
+Never blocks. Takes no decision about blocks.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from headwater.core.errors import InvalidInput
+from headwater.core.events import (
+    Cancel,
+    Copied,
+    Event,
+    Failure,
+    Instruction,
+    Job,
+    JobDone,
+    JobFailed,
+    Load,
+    Look,
+    Save,
+    StoreOff,
+)
+from headwater.core.keys import BlockKey
+from headwater.integrations.vllm.metadata import Report
+from headwater.storage.base import SYSTEM_CLOCK, Clock
+from headwater.transfer.verdict import Answer, agree, num_good
+
+DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
+_MOST_DROPPED: Final = 1 << 16
+
+
+class Eyes(Protocol):
+    """Who asks stores what they have (`transfer/worker.py`)."""
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears the answers."""
+        ...
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
+
+    def submit(self, instructions: Sequence[Instruction], /) -> None:
+        """Begin to ask. Does not block."""
+        ...
+
+    def glance(self, look: Look, /) -> tuple[str, ...] | None:
+        """The answer, if memory has it."""
+        ...
+
+    def drain(self, timeout_s: float, /) -> bool:
+        """Wait for all answers."""
+        ...
+
+    def close(self, timeout_s: float, /) -> bool:
+        """End."""
+        ...
+
+    def revive(self, store: str, /) -> bool:
+        """Put a store right."""
+        ...
+
+
+@dataclass(slots=True)
+class _Errand:
+    """A job that workers have, or will have."""
+
+    order: Job
+    ends: dict[int, JobDone | JobFailed] = field(default_factory=dict)  # by rank
+    copied: set[int] = field(default_factory=set)
+    said_copied: bool = False
+
+
+class Courier:
+    """Carries jobs to the workers and their answers back. `deliver` hears every event."""
+
+    def __init__(self, eyes: Eyes, *, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Takes the eyes over: `close` closes them."""
+        self.deliver: Callable[[Event], None] | None = None
+        self._eyes = eyes
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bag: list[Instruction] = []
+        self._errands: dict[int, _Errand] = {}
+        self._looks: dict[int, Look] = {}
+        self._off: set[str] = set()
+        self._dropped: dict[BlockKey, float] = {}  # until when
+        eyes.deliver = self._seen
+
+    # --- the face of a worker -----------------------------------------------------------------------------------------
+
+    def submit(self, instructions: Sequence[Instruction]) -> None:
+        """Take jobs and cancels. Does not block."""
+        looks: list[Instruction] = []
+        with self._lock:
+            for one in instructions:
+                if isinstance(one, Look):
+                    self._looks[one.job] = one
+                    looks.append(one)
+                elif isinstance(one, Cancel) and one.job in self._looks:
+                    looks.append(one)
+                elif isinstance(one, Load | Save):
+                    self._errands[one.job] = _Errand(one)
+                    self._bag.append(one)
+                elif isinstance(one, Cancel):
+                    self._bag.append(one)
+                else:
+                    raise InvalidInput(f"not for vLLM's workers: {one!r}")
+        if looks:
+            self._eyes.submit(looks)
+
+    def glance(self, look: Look) -> tuple[str, ...] | None:
+        """What stores know at a glance."""
+        seen = self._eyes.glance(look)
+        return None if seen is None else self._believed(look, seen)
+
+    def stand_back(self, *, hurry: bool) -> None:
+        """Nothing is done here that could be in the way."""
+
+    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
+        """Nobody in this process waits for a layer."""
+        return False
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for answers to looks; the workers' jobs end with their steps."""
+        return self._eyes.drain(timeout_s)
+
+    def revive(self, store: str) -> bool:
+        """Put a store right, as far as it is looked at."""
+        self._off.discard(store)
+        return self._eyes.revive(store)
+
+    def close(self, timeout_s: float) -> bool:
+        """End looking; what workers have, they end themselves."""
+        return self._eyes.close(timeout_s)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def take(self) -> tuple[Instruction, ...]:
+        """What the next step takes along."""
+        with self._lock:
+            bag, self._bag = self._bag, []
+            return tuple(bag)
+
+    def recall(self, jobs: Sequence[int]) -> tuple[int, ...]:
+        """Jobs that are not to be begun any more. Returns those that the workers have already; the others end here."""
+        with self._lock:
+            kept = [one for one in self._bag if not (isinstance(one, Job) and one.job in jobs)]
+            unsent = {one.job for one in self._bag if isinstance(one, Job)}.intersection(jobs)
+            self._bag = kept
+            for job in unsent:
+                del self._errands[job]
+            now_s = self._clock.monotonic()
+        for job in unsent:
+            why = "it was not begun, and nobody waits for it any more"
+            self._tell(JobFailed(now_s=now_s, job=job, failure=Failure.CANCELLED, why=why))
+        return tuple(job for job in jobs if job not in unsent)
+
+    def heard(self, report: Report) -> None:
+        """What a step's output says of jobs."""
+        for rank, event in report.events:
+            for said in self._answer(rank, event):
+                self._tell(said)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Do not believe for a while that these blocks can be had."""
+        with self._lock:
+            now_s = self._clock.monotonic()
+            if len(self._dropped) > _MOST_DROPPED:
+                self._dropped = {key: until for key, until in self._dropped.items() if until > now_s}
+            self._dropped.update(dict.fromkeys(keys, now_s + DROPPED_S))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _answer(self, rank: int, event: Event) -> list[Event]:
+        with self._lock:
+            if isinstance(event, StoreOff):
+                if event.store in self._off:
+                    return []
+                self._off.add(event.store)
+                return [event]
+            errand = self._errands.get(event.job) if isinstance(event, JobDone | JobFailed | Copied) else None
+            if errand is None:
+                return []
+            now_s = self._clock.monotonic()
+            if isinstance(event, Copied):
+                errand.copied.add(rank)
+            elif isinstance(event, JobDone | JobFailed):
+                errand.ends.setdefault(rank, event)
+                errand.copied.add(rank)
+            out: list[Event] = []
+            if isinstance(errand.order, Save) and len(errand.copied) >= self._num_ranks and not errand.said_copied:
+                errand.said_copied = True
+                out.append(Copied(now_s=now_s, job=errand.order.job))
+            if len(errand.ends) < self._num_ranks:
+                return out
+            del self._errands[errand.order.job]
+        return [*out, self._agreed(errand, now_s)]
+
+    def _agreed(self, errand: _Errand, now_s: float) -> JobDone | JobFailed:
+        """What all ranks say together. A block that was not to be had is dropped, one that was written is not."""
+        order = errand.order
+        verdict = agree(order, [Answer(rank, rank, end) for rank, end in errand.ends.items()])
+        if verdict.failure is not None:
+            if isinstance(order, Load) and verdict.failure is not Failure.CANCELLED:
+                self.drop(order.keys)
+            return JobFailed(now_s=now_s, job=order.job, failure=verdict.failure, why=verdict.why)
+        done = JobDone(
+            now_s=now_s,
+            job=order.job,
+            results=verdict.results,
+            num_bytes=verdict.num_bytes,
+            seconds=verdict.seconds,
+        )
+        if isinstance(order, Load):
+            self.drop(order.keys[num_good(order, done) :])
+        else:  # one that was there already is the one that could not be read
+            with self._lock:
+                for key, result in zip(order.keys, done.results, strict=True):
+                    if result == "stored":
+                        self._dropped.pop(key, None)
+        return done
+
+    def _seen(self, event: Event) -> None:
+        """An answer of the eyes, in their thread."""
+        if isinstance(event, JobDone | JobFailed):
+            with self._lock:
+                look = self._looks.pop(event.job, None)
+            if look is not None and isinstance(event, JobDone):
+                results = self._believed(look, event.results)
+                event = JobDone(now_s=event.now_s, job=event.job, results=results, seconds=event.seconds)
+        elif isinstance(event, StoreOff):
+            with self._lock:
+                if event.store in self._off:
+                    return
+                self._off.add(event.store)
+        self._tell(event)
+
+    def _believed(self, look: Look, seen: tuple[str, ...]) -> tuple[str, ...]:
+        with self._lock:
+            if not self._dropped or len(seen) != len(look.keys):
+                return seen
+            now_s = self._clock.monotonic()
+            return tuple(
+                "absent" if self._dropped.get(key, 0.0) > now_s else one
+                for key, one in zip(look.keys, seen, strict=True)
+            )
+
+    def _tell(self, event: Event) -> None:
+        if self.deliver is not None:
+            self.deliver(event)

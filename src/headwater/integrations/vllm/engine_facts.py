@@ -1,0 +1,125 @@
+"""What there is to know of a vLLM engine, read off its configuration objects: what it is, and what we cannot cache.
+
+No vLLM import: the objects are vLLM's, and are looked at by attribute. Whatever cannot be stored correctly is refused
+by name at start (`require_cacheable`), with what to do about it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from headwater.core.errors import InvalidConfig
+
+_CACHEABLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
+_UNIFORM: Final = "UniformTypeKVCacheSpecs"
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """The KV spec of each layer."""
+    found: dict[str, Any] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        many = spec.kv_cache_specs if type(spec).__name__ == _UNIFORM else {}
+        found |= {name: many.get(name, spec) for name in group.layer_names}
+    return found
+
+
+def require_cacheable(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise InvalidConfig for what cannot be cached correctly, by its name."""
+    groups = kv_cache_config.kv_cache_groups
+    for name, spec in layer_specs(kv_cache_config).items():
+        kind = type(spec).__name__
+        if kind not in _CACHEABLE:
+            raise InvalidConfig(
+                f"layer {name} keeps its KV as {kind}: Headwater stores whole blocks of full attention and MLA, and "
+                "neither windows nor recurrent state. Where vLLM can, --disable-hybrid-kv-cache-manager makes all "
+                "layers full attention; otherwise leave the connector out"
+            )
+        if getattr(spec, "non_causal", False):
+            raise InvalidConfig(f"layer {name} is not causal: a block's KV depends on what comes behind it")
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise InvalidConfig(
+            f"vLLM made {len(groups)} KV groups ({kinds}), with blocks of their own: Headwater stores one group. Try "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    if groups[0].host_resident:
+        raise InvalidConfig("vLLM keeps this KV on the host already: leave the connector out")
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidConfig(f"{name} = {getattr(parallel, name)}: blocks that are spread over ranks are not stored")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and getattr(speculative, "method", "") != "ngram":
+        raise InvalidConfig(
+            f"speculative decoding with {getattr(speculative, 'method', 'a draft model')}: a draft's KV lags behind "
+            "the model's, and is not stored. Leave one of them out"
+        )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidConfig(
+            "calculate_kv_scales: scales that are computed from the first requests are in no page, so what one process "
+            "stored would be wrong for the next. Use a checkpoint with scales"
+        )
+    if str(getattr(vllm_config.load_config, "load_format", "")) == "dummy":
+        raise InvalidConfig("load_format=dummy: weights that are made up have no identity, so nothing can be cached")
+
+
+def require_orderly(vllm_config: Any, *, sync: bool) -> None:
+    """Raise InvalidConfig where a load that fails could not be taken back."""
+    if sync and vllm_config.max_concurrent_batches > 1:
+        raise InvalidConfig(
+            "load=sync: vLLM begins a request's next step before it knows that a load failed, and would use its token. "
+            "Add --no-async-scheduling (and no pipeline), or load asynchronously, as by default"
+        )
+
+
+def facts_of(value: Any) -> object:
+    """A spec as plain values: its type and fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"is": type(value).__name__} | {item.name: facts_of(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): facts_of(item) for name, item in value.items()}
+    return value
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any, *, version: str) -> dict[str, object]:
+    """What decides which bytes a block has, besides weights and tensors."""
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = layer_specs(kv_cache_config)
+    return {
+        "vllm": version,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(cache.cache_dtype),
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "custom_ops": sorted(getattr(vllm_config.compilation_config, "custom_ops", None) or ()),  # another kernel
+        "backends": sorted({_backend(layers.get(name)) for name in specs}),
+        "groups": [sorted(group.layer_names) for group in kv_cache_config.kv_cache_groups],
+        "specs": {name: facts_of(spec) for name, spec in specs.items()},
+    }
+
+
+def _backend(layer: Any) -> str:
+    """How a layer's attention is computed, and for which instructions its blocks are packed."""
+    if layer is None:
+        return "unknown"
+    backend = layer.get_attn_backend().get_name() if hasattr(layer, "get_attn_backend") else type(layer).__name__
+    return f"{backend}/{getattr(layer, 'isa', '')}"
+
+
+def checkpoint_directory(vllm_config: Any) -> Path:
+    """Where the weights were loaded from. Raises InvalidConfig if that is no directory here."""
+    model = vllm_config.model_config
+    named = str(getattr(model, "model_weights", "") or model.model)
+    if Path(named).is_dir():
+        return Path(named)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(named, revision=model.revision, local_files_only=True))
+    except Exception as error:
+        raise InvalidConfig(f"the weights of {named} are in no directory that could be read: {error}") from error

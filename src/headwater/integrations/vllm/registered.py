@@ -1,0 +1,142 @@
+"""The KV tensors that vLLM registered, as a device cache: rows of bytes, one per block, whatever is inside them.
+
+A block is copied whole, byte for byte. Nothing is believed about what is in it: on CPUs the shape that vLLM shows is
+only nominal, on GPUs backends differ. What is read off the tensors is where a block's bytes lie:
+
+- the dimension that counts blocks; those before it (keys and values apart) make several planes of one tensor;
+- behind it, a dense chunk of bytes per block; vLLM's kernels may use smaller blocks, several of which make one;
+- or chunks of several layers side by side in one allocation, block by block: these are one plane, gaps included.
+
+Anything else is refused. Because blocks are copied whole, a cache that was written with one tensor-parallel size is of
+no use to another: the identity tells them apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from headwater.core.errors import InvalidLayout
+from headwater.layout.spec import opaque_layout
+from headwater.transfer.arena import DeviceCache
+
+Facts: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Bytes of all blocks in one allocation: `num_bytes` each, `stride` apart, from `offset` on."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    stride: int
+    num_bytes: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.storage.data_ptr(), self.stride
+
+
+class RegisteredCache(DeviceCache):
+    """vLLM's tensors, of which nothing is owned: closing it only lets go of them."""
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_tokens: int) -> None:
+        """Raises InvalidLayout for tensors in which a block is not a run of bytes."""
+        if not kv_caches:
+            raise InvalidLayout("vLLM registered no KV tensors")
+        found: list[_Rows] = []
+        self.facts: list[Facts] = []
+        for name, tensor in kv_caches.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidLayout(f"{name}: vLLM registered {type(tensor).__name__}, not one tensor")
+            rows, facts = _rows_of(name, tensor, num_blocks)
+            found += rows
+            self.facts.append(facts)
+        devices = {tensor.device for tensor in kv_caches.values()}
+        if len(devices) > 1:
+            raise InvalidLayout(f"the KV tensors are on several devices: {sorted(map(str, devices))}")
+        self.device = devices.pop()
+        self.num_blocks = num_blocks
+        self._rows = [_view(rows, num_blocks, self.device) for rows in _merged(found, num_blocks)]
+        self.layout = opaque_layout([row.shape[1] for row in self._rows], block_tokens)
+        self._flat = self._rows
+        names = [(plane.role.name, plane.layer) for plane in self.layout.planes]
+        self._tensors = MappingProxyType(dict(zip(names, self._flat, strict=True)))
+        self._closed = False
+
+
+def _rows_of(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[list[_Rows], Facts]:
+    """Where a layer's blocks lie, and what is to be remembered of its tensor."""
+    axis = next((at for at in range(min(2, tensor.dim())) if _counts_blocks(tensor, at, num_blocks)), None)
+    if axis is None:
+        raise InvalidLayout(f"{name}: a tensor of shape {tuple(tensor.shape)} has no dimension of {num_blocks} blocks")
+    per_block = tensor.shape[axis] // num_blocks
+    inner = tensor.shape[axis + 1 :]
+    item = tensor.element_size()
+    chunk = item
+    for size, stride in sorted(zip(inner, tensor.stride()[axis + 1 :], strict=True), key=lambda one: one[1]):
+        if size > 1 and stride * item != chunk:
+            raise InvalidLayout(
+                f"{name}: a block of shape {tuple(inner)} and strides {tensor.stride()[axis + 1 :]} is no run of bytes"
+            )
+        chunk *= size
+    stride = tensor.stride(axis) * item
+    if per_block > 1 and stride != chunk:
+        raise InvalidLayout(f"{name}: {per_block} kernel blocks make one block, and do not lie side by side")
+    outer = tensor.unbind(0) if axis == 1 else (tensor,)
+    rows = [
+        _Rows(part.untyped_storage(), int(part.storage_offset()) * item, stride * per_block, chunk * per_block)
+        for part in outer
+    ]
+    facts: Facts = {
+        "name": name,
+        "dtype": str(tensor.dtype),
+        "parts": len(outer),
+        "kernel_blocks": per_block,
+        "shape": list(inner),
+        "strides": list(tensor.stride()[axis + 1 :]),
+        "block_stride": stride,
+    }
+    return rows, facts
+
+
+def _counts_blocks(tensor: torch.Tensor, at: int, num_blocks: int) -> bool:
+    if at == 1 and tensor.shape[0] > 2:  # only keys and values may come before
+        return False
+    return tensor.shape[at] >= num_blocks and tensor.shape[at] % num_blocks == 0
+
+
+def _merged(found: Sequence[_Rows], num_blocks: int) -> list[_Rows]:
+    """Rows that are planes: each once; those that lie side by side in one allocation as one."""
+    planes: list[_Rows] = []
+    seen: set[tuple[int, int, int]] = set()
+    beside: dict[tuple[int, int], list[_Rows]] = {}
+    for rows in found:
+        if (*rows.place, rows.offset) in seen:
+            continue  # layers that share their KV
+        seen.add((*rows.place, rows.offset))
+        if rows.stride == rows.num_bytes:
+            planes.append(rows)
+        elif rows.place in beside:
+            beside[rows.place].append(rows)
+        else:
+            beside[rows.place] = [rows]
+    for (_, stride), group in beside.items():
+        offset = min(rows.offset for rows in group)
+        last = max(rows.offset + rows.num_bytes for rows in group)
+        storage = group[0].storage
+        if last - offset > stride:
+            raise InvalidLayout("layers lie side by side in one allocation, and overlap")
+        if offset + num_blocks * stride > storage.nbytes():
+            offset = max(0, storage.nbytes() - num_blocks * stride)
+        if last - offset > stride:
+            raise InvalidLayout("layers lie side by side in one allocation, and their blocks do not")
+        planes.append(_Rows(storage, offset, stride, stride))
+    return planes
+
+
+def _view(rows: _Rows, num_blocks: int, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=device)
+    return flat.set_(rows.storage, rows.offset, (num_blocks, rows.num_bytes), (rows.stride, 1))

@@ -1,0 +1,296 @@
+"""The scheduler's side: what vLLM's scheduler asks, answered by the brain. No vLLM here, no bytes, no waiting.
+
+    matched     what stores have of a prompt behind what vLLM has: so many tokens, or "ask later"
+    allocated   vLLM's blocks for a request: they are lent to the brain, and loads begin with the next step
+    orders      before each step: blocks that were computed since are committed, and what is to be done is handed out
+    heard       after each step: what became of jobs
+    finished    a request ended: its blocks stay until what is being saved from them was read
+
+A block is named only when the step that computed it is known to have ended well (rule 1): vLLM counts computed tokens
+in advance, less those of steps in flight; where a load failed it has taken them back by the time the brain hears of it,
+and until then the brain takes no commits. What a request was told it can load and what is loaded is decided once, by
+the brain; if a store is lost in between, the difference is reported as failed.
+
+A request that is preempted, or begins anew after a failed load, is another one for the brain, by its `epoch`. After a
+failed load it is computed: it is never told of a hit a second time.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from headwater.cache.lent import LentCache
+from headwater.core.errors import InvalidInput
+from headwater.core.keys import BlockKey
+from headwater.integrations.vllm.courier import Courier
+from headwater.integrations.vllm.metadata import Orders, Report
+from headwater.integrations.vllm.requests import Namer, Prompt
+from headwater.integrations.vllm.settings import ConnectorConfig, LoadMode
+from headwater.integrations.vllm.told import Teller
+from headwater.storage.base import SYSTEM_CLOCK, Clock
+
+log: Final = logging.getLogger("headwater")
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """One vLLM request."""
+
+    request: Any
+    prompt: Prompt
+    epoch: int = 0
+    asked_s: float | None = None  # None: the brain does not know it now
+    num_local: int = 0
+    promised: int = 0  # blocks that vLLM was told of
+    sources: tuple[tuple[str, int], ...] = ()  # and where they are
+    lent: bool = False  # it has blocks, and the brain knows which
+    preemptions: int = 0  # when it got them
+    barred: bool = False  # a load failed: nothing is loaded for it any more
+    num_told: int = 0  # blocks that others have heard of
+
+    @property
+    def name(self) -> str:
+        return f"{self.request.request_id}#{self.epoch}"
+
+
+@dataclass(slots=True)
+class _Next:
+    """What the next step takes along besides jobs."""
+
+    loading: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    leaving: dict[str, tuple[tuple[int, ...], float]] = field(default_factory=dict)
+    vacated: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """The brain in vLLM's scheduler. Called from one thread."""
+
+    def __init__(
+        self,
+        cache: LentCache,
+        courier: Courier,
+        namer: Namer,
+        config: ConnectorConfig,
+        *,
+        block_tokens: int,
+        loads: bool = True,
+        saves: bool = True,
+        teller: Teller | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`loads`, `saves`: a producer only saves, a consumer only loads what it has not."""
+        self.teller = teller
+        self.cache = cache
+        self._courier = courier
+        self._namer = namer
+        self._config = config
+        self._size = block_tokens
+        self._loads = loads
+        self._saves = saves
+        self._clock = clock
+        self._tracked: dict[str, _Tracked] = {}
+        self._next = _Next()
+        self._leaving: set[str] = set()  # ended requests whose blocks vLLM keeps for us
+
+    # --- a request comes ----------------------------------------------------------------------------------------------
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind the computed ones can be loaded, and whether beside other steps. None: ask later."""
+        one = self._track(request)
+        if one is None:
+            return 0, False
+        num_local = num_computed_tokens // self._size
+        if one.lent:
+            self._vacate(one)  # it begins anew: vLLM has taken its blocks
+        elif one.asked_s is not None and one.num_local != num_local:
+            self._forget(one)
+        if not self._ask(one, num_local):
+            return None, False
+        num, one.sources = self.cache.promise(one.name)
+        one.promised = num if num >= self._config.min_load_blocks else 0
+        return one.promised * self._size, one.promised > 0 and self._config.load is LoadMode.ASYNC
+
+    def _track(self, request: Any) -> _Tracked | None:
+        one = self._tracked.get(request.request_id)
+        if one is None:
+            prompt = self._namer.prompt(request)
+            if prompt is None:
+                return None
+            one = self._tracked[request.request_id] = _Tracked(request, prompt)
+        return one
+
+    def _ask(self, one: _Tracked, num_local: int) -> bool:
+        """Ask the brain, or ask again. False: stores have not answered, and may still do so in time."""
+        now_s = self._clock.monotonic()
+        if one.asked_s is None:
+            one.asked_s, one.num_local = now_s, num_local
+        request = one.request
+        num_keys = (request.num_tokens - 1) // self._size  # one token at least is computed
+        may_load = self._loads and not one.barred and not getattr(request, "skip_reading_prefix_cache", False)
+        keys = one.prompt.extend(request.all_token_ids, max(num_local, num_keys) if may_load else num_local)
+        resumed = request.num_preemptions > 0
+        self.cache.ask(
+            one.name, keys, num_local=num_local, root=one.prompt.root, tenant=one.prompt.tenant, resumed=resumed
+        )
+        if not self.cache.looking(one.name):
+            return True
+        if now_s - one.asked_s < self._config.look_timeout_s:
+            return False
+        self.cache.give_up(one.name)
+        return True
+
+    def allocated(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
+        """A request got blocks of vLLM, which counts so many tokens as loaded."""
+        one = self._tracked.get(request.request_id)
+        if one is None or one.lent or one.asked_s is None:
+            return  # the rest of one that was loaded beside steps
+        num_load = num_external_tokens // self._size
+        end = one.num_local + num_load
+        loading = 0
+        jobs: tuple[int, ...] = ()
+        try:
+            loading = self.cache.lend(one.name, blocks[:end], num_load=num_load)
+            jobs = self.cache.loading(one.name)
+            one.lent = True
+            one.preemptions = request.num_preemptions
+        except InvalidInput:
+            log.exception("blocks of %s could not be taken over: it is not cached", request.request_id)
+            self._forget(one)
+            del self._tracked[request.request_id]
+        if not num_load:
+            return
+        if self._config.load is LoadMode.ASYNC:
+            self._next.loading[request.request_id] = jobs
+        else:
+            self._next.waiting += jobs
+        if loading < num_load:
+            self._next.missing[request.request_id] = tuple(blocks[one.num_local + loading : end])
+            one.barred = True
+
+    def sources(self, request_id: str) -> tuple[tuple[str, int], ...]:
+        """Where the blocks are that a request was told of: stores, and how many of each."""
+        one = self._tracked.get(request_id)
+        return one.sources if one is not None and one.promised else ()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def orders(self, blocks_of: Callable[[str], Sequence[int]]) -> Orders:
+        """What the step that begins takes along. `blocks_of`: vLLM's blocks of a request that runs."""
+        for one in list(self._tracked.values()):
+            if not one.lent:
+                continue
+            if one.request.num_preemptions > one.preemptions:
+                self._vacate(one)
+            else:
+                self._commit(one, blocks_of)
+                self._tell(one)
+        if self.teller is not None:
+            self.teller.watch()
+        news, self._next = self._next, _Next()
+        return Orders(
+            sent_s=self._clock.monotonic(),
+            jobs=self._courier.take(),
+            loading=tuple(news.loading.items()),
+            waiting=tuple(news.waiting),
+            missing=tuple(news.missing.items()),
+            leaving=tuple((name, jobs, until_s) for name, (jobs, until_s) in news.leaving.items()),
+            vacated=tuple(news.vacated),
+        )
+
+    def heard(self, report: Report | None, sent: Sequence[str] = ()) -> None:
+        """What a step's output says. `sent`: ended requests whose blocks vLLM has freed."""
+        self._leaving.difference_update(sent)
+        if report is not None:
+            self._courier.heard(report)
+        for one in self._tracked.values():
+            one.barred = one.barred or (one.lent and self.cache.broken(one.name))
+
+    def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]]) -> None:
+        """Name blocks whose steps have ended."""
+        request, size = one.request, self._size
+        num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids))
+        num_full = num_tokens // size
+        if not self._saves or num_full <= one.num_local or self.cache.poll(one.name).loading:
+            return
+        num_named = self.cache.num_named(one.name)
+        if num_full <= num_named:
+            return
+        try:
+            self.cache.lend(one.name, tuple(blocks_of(request.request_id)[:num_full]))
+            keys = one.prompt.extend(request.all_token_ids, num_full)
+            self.cache.commit(one.name, keys[num_named:num_full])
+        except InvalidInput:
+            log.exception("blocks of %s could not be named: it is not cached any more", request.request_id)
+            self._vacate(one)
+            del self._tracked[request.request_id]
+
+    def _tell(self, one: _Tracked) -> None:
+        """Blocks of a request that have names since: others may hear of them."""
+        if self.teller is None or one.asked_s is None or self.cache.poll(one.name).loading:
+            return
+        num_named, start = self.cache.num_named(one.name), one.num_told
+        if num_named > start:
+            keys = one.prompt.keys
+            parent = keys[start - 1] if start else one.prompt.root
+            self.teller.computed(keys[start:num_named], one.request, start=start, parent=parent, size=self._size)
+            one.num_told = num_named
+
+    def _vacate(self, one: _Tracked) -> None:
+        """A request's blocks may be another's with this step: nothing of them is read any more."""
+        jobs = self._courier.recall(self.cache.reading(one.name))
+        self._next.vacated += jobs
+        self._forget(one)
+
+    def _forget(self, one: _Tracked) -> None:
+        """The brain's request ends; vLLM's may come again."""
+        if one.asked_s is not None:
+            self.cache.release(one.name)
+        one.epoch += 1
+        one.asked_s = None
+        one.lent = False
+        one.promised, one.sources, one.num_told = 0, (), 0
+
+    # --- a request goes -----------------------------------------------------------------------------------------------
+
+    def prompt_keys(self, request: Any) -> list[BlockKey]:
+        """Keys of the full blocks of a request's prompt; none if it is not cached."""
+        one = self._tracked.get(request.request_id)
+        if one is None or not self._saves:
+            return []
+        return one.prompt.extend(request.all_token_ids, request.num_prompt_tokens // self._size)
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> bool:
+        """A request ended, in whatever way. True: its blocks are being read, and stay until a worker says so."""
+        one = self._tracked.get(request.request_id)
+        if one is None or one.asked_s is None:
+            self._tracked.pop(request.request_id, None)
+            return False
+        reading: tuple[int, ...] = ()
+        if one.lent and not self.cache.poll(one.name).loading:  # vLLM waits for loads by itself
+            if request.num_preemptions > one.preemptions:
+                self._vacate(one)
+            else:
+                self._commit(one, lambda _: blocks)
+                self._tell(one)
+                reading = self.cache.reading(one.name)
+        self._tracked.pop(request.request_id, None)
+        if one.asked_s is not None:
+            self.cache.release(one.name)
+        if not reading:
+            return False
+        until_s = self._clock.monotonic() + self._config.free_timeout_s
+        self._next.leaving[request.request_id] = (reading, until_s)
+        self._leaving.add(request.request_id)
+        return True
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether blocks will be free soon that are not now."""
+        return bool(self._leaving)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End; idempotent. False: a store did not let go."""
+        return self.cache.close(timeout_s)

@@ -1,0 +1,192 @@
+"""The worker's side: the hands on vLLM's KV tensors. Gets its orders with each step, reports with each output.
+
+Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
+and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/worker.py`): vLLM itself never
+gives up waiting. Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them
+go: when everything was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a
+preempted request are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
+
+No vLLM here, no torch.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+from headwater.core.errors import HeadwaterError, ResourceClosed
+from headwater.core.events import Cancel, Copied, Event, Failure, Instruction, JobDone, JobFailed, Load, Save
+from headwater.integrations.vllm.metadata import Orders, Report
+from headwater.storage.base import SYSTEM_CLOCK, Clock
+from headwater.transfer.verdict import num_good
+
+log: Final = logging.getLogger("headwater")
+
+_FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
+_IDLE_S: Final = 0.05  # that a step which computes nothing waits: the engine's thread would only be in the way
+_REMARK_S: Final = 10.0  # between complaints about a load that does not end
+
+
+class JobHands(Protocol):
+    """Who does the jobs."""
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears what becomes of them."""
+        ...
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
+
+    def submit(self, instructions: Iterable[Instruction], /) -> None:
+        """Begin jobs, or cancel them. Does not block."""
+        ...
+
+
+class WorkerSide:
+    """Carries a rank's orders out. Called from the worker's thread; what becomes of jobs is heard from others."""
+
+    def __init__(self, hands: JobHands, *, rank: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._hands = hands
+        self._rank = rank
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._orders = Orders()
+        self._live: dict[int, Load | Save] = {}  # jobs that have not ended
+        self._reading: set[int] = set()  # saves that have not read their blocks
+        self._idle = False  # the step computes nothing
+        self._events: list[Event] = []
+        self._bad: set[int] = set()  # blocks that failed to load, to be reported
+        self._loading: dict[str, set[int]] = {}  # requests that wait: jobs that have not ended
+        self._leaving: dict[str, tuple[set[int], float]] = {}  # ended requests: saves that read them, until when
+        hands.deliver = self._heard
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def begin(self, orders: Orders) -> None:
+        """A step begins, and with it blocks may get other owners. Blocks a moment if they are still being read."""
+        self._orders = orders.on_clock(self._clock.monotonic())
+        vacated = set(orders.vacated)
+        if not vacated:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
+            late = self._reading & vacated
+        self._cancel(late)
+
+    @property
+    def step_waits(self) -> bool:
+        """Whether the step that began waits for loads."""
+        return bool(self._orders.waiting)
+
+    @property
+    def step_saves(self) -> bool:
+        """Whether saves begin with it."""
+        return any(isinstance(one, Save) for one in self._orders.jobs)
+
+    def load(self) -> None:
+        """Begin the step's loads. Blocks until those have ended that the step waits for."""
+        orders = self._orders
+        loads = [one for one in orders.jobs if isinstance(one, Load)]
+        self._idle = orders.idle
+        with self._changed:
+            for request, jobs in orders.loading:
+                self._loading[request] = set(jobs)
+            for _, blocks in orders.missing:
+                self._bad.update(blocks)
+        self._submit(loads)
+        self._submit([one for one in orders.jobs if isinstance(one, Cancel)])
+        waiting = set(orders.waiting)
+        with self._changed:
+            while not self._changed.wait_for(lambda: waiting.isdisjoint(self._live), _REMARK_S):
+                log.warning("a step waits for loads that do not end: %s", sorted(waiting.intersection(self._live)))
+
+    def save(self) -> None:
+        """Begin the step's saves: what they read was computed in steps before. Does not block."""
+        saves = [one for one in self._orders.jobs if isinstance(one, Save)]
+        self._submit(saves)
+        with self._changed:
+            for request, jobs, until_s in self._orders.leaving:
+                self._leaving[request] = (set(jobs), until_s)
+        self._orders = Orders()
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Ended requests whose blocks are read no more, and requests whose loads have all ended. Says each once.
+
+        Blocks, for `_IDLE_S` at most, if the step computes nothing and there is something to wait for.
+        """
+        with self._changed:
+            if self._idle and (self._loading or self._leaving):
+                self._changed.wait_for(lambda: self._loaded() or self._left(), _IDLE_S)
+        now_s = self._clock.monotonic()
+        overdue: set[int] = set()
+        with self._changed:
+            loaded = self._loaded()
+            left = self._left()
+            for name in loaded:
+                del self._loading[name]
+            for name in left:
+                del self._leaving[name]
+            for jobs, until_s in self._leaving.values():
+                if now_s >= until_s:
+                    overdue |= jobs & self._reading
+        self._cancel(overdue)
+        return left, loaded
+
+    def take_bad(self) -> set[int]:
+        """Blocks that failed to load, each said once."""
+        with self._changed:
+            bad, self._bad = self._bad, set()
+            return bad
+
+    def report(self) -> Report | None:
+        """What became of jobs since the last call; None: nothing."""
+        with self._changed:
+            events, self._events = self._events, []
+        return Report(events=tuple((self._rank, event) for event in events)) if events else None
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _loaded(self) -> set[str]:
+        """Requests whose loads have all ended. The lock is held."""
+        return {name for name, jobs in self._loading.items() if jobs.isdisjoint(self._live)}
+
+    def _left(self) -> set[str]:
+        """Ended requests of which nothing is read any more. The lock is held."""
+        return {name for name, (jobs, _) in self._leaving.items() if jobs.isdisjoint(self._reading)}
+
+    def _submit(self, instructions: Sequence[Instruction]) -> None:
+        if not instructions:
+            return
+        with self._changed:
+            for one in instructions:
+                if isinstance(one, Load | Save):
+                    self._live[one.job] = one
+                if isinstance(one, Save):
+                    self._reading.add(one.job)
+        try:
+            self._hands.submit(instructions)
+        except HeadwaterError as error:  # closed: they still have to end, or somebody waits for ever
+            now_s = self._clock.monotonic()
+            for one in instructions:
+                if isinstance(one, Load | Save):
+                    self._heard(JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=str(error)))
+
+    def _cancel(self, jobs: Iterable[int]) -> None:
+        cancels = [Cancel(job=job) for job in jobs]
+        if cancels:
+            with contextlib.suppress(ResourceClosed):  # then everything is cancelled
+                self._hands.submit(cancels)
+
+    def _heard(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            if isinstance(event, Copied):
+                self._reading.discard(event.job)
+            elif isinstance(event, JobDone | JobFailed):
+                order = self._live.pop(event.job, None)
+                self._reading.discard(event.job)
+                if isinstance(order, Load):
+                    self._bad.update(order.slots[num_good(order, event) :])
+            self._changed.notify_all()

@@ -1,0 +1,245 @@
+"""`verify --vllm` without a vLLM: what counts as a problem, faulty stores, what it says of trouble, the kill tally.
+
+The engines here are made up: they answer as they are told. The judging, the report and the stores are the real ones.
+"""
+
+import json
+import mmap
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headwater.bench.vllm_client import WorkerFailed
+from headwater.cli import app
+from headwater.core.events import Event, Instruction, JobDone, Save
+from headwater.core.keys import BlockKey
+from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.memory import MemoryStore
+from headwater.testing.pages import items, sample_chain
+from headwater.testing.vllm_kills import Report, Tally
+from headwater.verify import vllm as verify_vllm
+from headwater.verify.vllm_cases import FIRST, KINDS, LATER, Case, Places, Scene
+from headwater.verify.vllm_faults import Fault, FaultyStore
+
+RIGHT = list(range(100, 124))
+ROOT = BlockKey(bytes(32))
+LOADED = 'headwater jobs_total{tier="host",job="load",outcome="done"}'
+
+
+class Fake:
+    """A worker whose engine answers by the book, but for one thing."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.opened: dict[str, Any] = {}
+        self.asked: list[list[int]] = []
+        self.known: list[list[int]] = []
+
+    def ask(self, do: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        """Answer a command."""
+        return dict(getattr(self, f"_{do}")(**arguments))
+
+    def _open(self, setup: dict[str, Any], fault: str | None, num_good: int) -> dict[str, Any]:
+        self.opened = {**setup, "fault": fault, "num_good": num_good}
+        self.local: list[list[int]] = []
+        return {"prefix_caching": True, "chunked_prefill": True}
+
+    def _settle(self) -> dict[str, bool]:
+        self.local = []
+        return {"settled": "restless" not in self.wrong, "reset": True}
+
+    def _stats(self) -> dict[str, bool]:
+        return {"up": True}
+
+    def _ask(self, prompts: list[list[int]], max_tokens: int, give_up_s: float) -> dict[str, Any]:
+        extra = self.opened.get("transfer", {}).get("kv_connector_extra_config")
+        size = self.opened["engine"]["block_size"]
+        fault = self.opened["fault"]
+        counted: dict[str, float] = {}
+        cached, tokens = [], []
+        for prompt in prompts:
+            device, stored = (_shared(prompt, kept, size) for kept in (self.local, self.known))
+            source = "disk" if extra and not extra["host_directory"] else "host"
+            source = "host" if self.wrong == "elsewhere" else source
+            source = "p2p" if extra and extra.get("pool") and not extra["host_directory"] else source
+            hit = stored if extra else 0
+            if device:
+                source, hit = "device", device
+            if hit:
+                counted[f"source {source}"] = counted.get(f"source {source}", 0) + hit
+            cached.append(hit)
+            answer = [*RIGHT, *range(max_tokens - len(RIGHT))]
+            if self.wrong == "tokens" and extra and hit:
+                answer[-1] += 1
+            if fault == "spoil" and hit and self.wrong != "deaf":
+                answer[0] += 1
+            tokens.append(answer)
+        if fault in ("fail", "hang", "damage"):
+            counted["external_prefix_cache_hits"] = cached[0]
+            if self.wrong != "healthy":
+                counted['headwater miss_tokens_total{reason="failed"}'] = cached[0] - size * self.opened["num_good"]
+        if "num_gpu_blocks_override" in self.opened["engine"] and self.opened["engine"]["num_gpu_blocks_override"] < 20:
+            counted |= {} if self.wrong == "roomy" else {"num_preemptions": 1, LOADED: 1}
+        self.local += prompts
+        self.known += prompts if extra else []
+        return {
+            "over": self.wrong != "endless" or fault is None or fault == "spoil",
+            "seconds": 0.5,
+            "tokens": tokens,
+            "cached_tokens": [0 for _ in cached] if self.wrong == "uncached" else cached,
+            "steps_to_first": 1 if self.wrong == "whole" else 9,
+            "counted": counted,
+        }
+
+
+def _shared(prompt: list[int], kept: list[list[int]], size: int) -> int:
+    def common(other: list[int]) -> int:
+        least = min(len(prompt), len(other))
+        num = next((at for at in range(least) if prompt[at] != other[at]), least)
+        return min(num, len(prompt) - 1) // size * size
+
+    return max(map(common, kept), default=0)
+
+
+def _play(wrong: str = "", *, inject: bool = False) -> dict[str, Case]:
+    fake = Fake(wrong)
+    places = Places(host=Path("host"), disk=Path("disk"), pool="redis://x")
+    scene = Scene(fake, KINDS["gqa"], places, Path("model"), {}, inject=inject)  # type: ignore[arg-type]
+    found = {}
+    for name, check in {**FIRST, **LATER}.items():
+        try:
+            found[name] = check(scene)
+        except WorkerFailed as error:
+            found[name] = Case(model="gqa", case=name, problem=str(error))
+    return found
+
+
+def test_all_is_well_where_everything_is_as_it_should_be() -> None:
+    cases = _play()
+    assert {name: case.problem for name, case in cases.items() if case.problem} == {}
+    assert cases["host"].hits == {"host": 256}
+    assert cases["disk"].hits == {"disk": 256}
+    assert cases["pool from another process"].hits == {"p2p": 256}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        ("tokens", {"host", "disk", "batch of 8", "sync load", "chunked prefill", "restarted process"}),
+        ("uncached", {"local hit", "host", "disk", "batch of 8", "chunked prefill", "restarted process", "control"}),
+        ("deaf", {"control"}),
+        ("elsewhere", {"disk"}),
+        ("healthy", {"load fails half-way, sync", "load hangs half-way, async", "damaged pages, async"}),
+        ("endless", {"load fails half-way, sync", "load fails half-way, async", "load hangs half-way, async"}),
+        ("roomy", {"preemption"}),
+        ("whole", {"chunked prefill"}),
+        ("restless", {"cold", "host", "batch of 8"}),
+    ],
+)
+def test_what_is_wrong_is_seen_in_the_cases_that_it_touches(wrong: str, seen: set[str]) -> None:
+    bad = {name for name, case in _play(wrong).items() if case.problem}
+    assert seen <= bad
+    if wrong in ("deaf", "elsewhere", "roomy", "whole"):
+        assert bad == seen
+
+
+def test_injected_damage_makes_the_whole_fail() -> None:
+    cases = _play(inject=True)
+    bad = {name for name, case in cases.items() if case.problem}
+    assert {"host", "disk", "batch of 8", "restarted process", "pool from another process"} <= bad
+    assert "control" not in bad, "that has to differ"
+
+
+def test_a_report_without_a_case_is_not_ok() -> None:
+    skipped = Case(model="mla", case="local hit", skipped="vLLM cannot")
+    right, wrong = Case(model="mla", case="host"), Case(model="mla", case="disk", problem="other tokens")
+    for cases, ok in (([], False), ([skipped], False), ([skipped, right], True), ([skipped, right, wrong], False)):
+        report = verify_vllm.VllmReport(inject=False, cases=cases)
+        assert report.document()["ok"] is ok
+        assert [case["equal"] for case in report.document()["cases"]] == [case is not wrong for case in cases]
+
+
+def test_an_interpreter_without_vllm_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["verify", "--vllm", "--python", sys.executable, "--json"])
+    assert done.exit_code == 1
+    assert "has no vLLM" in done.output or "has no vLLM" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [(Fault.FAIL, [GetStatus.HIT] * 2 + [GetStatus.FAILED] * 4), (Fault.DAMAGE, [GetStatus.HIT] * 6)],
+)
+def test_a_faulty_store_gives_the_first_pages_as_they_are(fault: Fault, says: list[GetStatus]) -> None:
+    store = FaultyStore(MemoryStore(limit_bytes=64 << 20), fault, num_good=2)
+    pages = items(sample_chain(1, 6))
+    assert set(store.put(pages, deadline=Deadline.after(10))) == {PutStatus.STORED}
+    got = [(name, memoryview(bytearray(len(frame)))) for name, frame in pages]
+    assert store.get_into(got, deadline=Deadline.after(10)) == says
+    same = [bytes(mine) == bytes(frame) for (_, mine), (_, frame) in zip(got, pages, strict=True)]
+    assert same == [True, True, False, False, False, False]
+    again = [(name, memoryview(bytearray(len(frame)))) for name, frame in pages[:1]]
+    said = store.get_into(again, deadline=Deadline.after(10))
+    assert said == [GetStatus.FAILED] or bytes(again[0][1]) != bytes(pages[0][1]), "only the first ones are good"
+
+
+def test_a_hanging_store_answers_when_it_is_let_go() -> None:
+    store = FaultyStore(MemoryStore(limit_bytes=64 << 20), Fault.HANG, num_good=0)
+    pages = items(sample_chain(1, 2))
+    store.let_go()
+    assert store.get_into(pages, deadline=Deadline.after(1)) == [GetStatus.FAILED] * 2
+
+
+class Hands:
+    """Hands that only listen."""
+
+    def __init__(self) -> None:
+        self.deliver: Any = None
+        self.heard: list[Instruction] = []
+
+    def submit(self, instructions: list[Instruction]) -> None:
+        """Take them down."""
+        self.heard += instructions
+
+
+def test_the_tally_counts_saves_that_have_not_ended() -> None:
+    class Side:
+        def __init__(self) -> None:
+            self._hands = Hands()
+            self.told: list[Event] = []
+            self._hands.deliver = self.told.append
+
+    side, shared = Side(), mmap.mmap(-1, mmap.PAGESIZE)
+    hands = side._hands
+    tally = Tally(side, shared)
+
+    def storing() -> int:
+        return int(struct.unpack("<q", shared[:8])[0])
+
+    saves = [
+        Save(job=at, store="disk", keys=(), deadline_s=1.0, slots=(), parent=ROOT, depth=0, tenant=b"")
+        for at in range(3)
+    ]
+    tally.submit(saves)
+    assert storing() == 3
+    assert hands.heard == saves
+    over: Event = JobDone(now_s=0.0, job=1, results=())
+    hands.deliver(over)
+    assert storing() == 2
+    assert side.told == [over]
+    shared.close()
+
+
+def test_a_campaign_is_ok_only_with_kills_and_hits_and_nothing_wrong() -> None:
+    good = Report(2, kills=2, kills_while_storing=2, hit_tokens=5)
+    assert good.ok
+    for name in ("wrong_answers", "lives_without_hit", "over_limit", "bad_pages", "reserved_at_end"):
+        bad = Report(2, kills=2, kills_while_storing=2, hit_tokens=5)
+        setattr(bad, name, 1)
+        assert not bad.ok
+    assert not Report(2, kills=2, kills_while_storing=1, hit_tokens=5).ok
+    assert not Report(2, kills=2, kills_while_storing=2).ok
+    json.dumps(vars(good))

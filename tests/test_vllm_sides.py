@@ -1,0 +1,385 @@
+"""Both sides of the vLLM connector under an engine that behaves as vLLM does, with real stores, hands and faults.
+
+The engine checks every byte that it computes with; these tests see to it that there is something to check.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headwater.core.events import Copied, Event, JobDone, Load, Save
+from headwater.core.identity import CacheIdentity
+from headwater.core.keys import BlockKey
+from headwater.integrations.vllm import build, courier
+from headwater.integrations.vllm.identity import as_fields
+from headwater.integrations.vllm.metadata import Orders, RankFacts
+from headwater.integrations.vllm.registered import RegisteredCache
+from headwater.integrations.vllm.settings import read_config
+from headwater.integrations.vllm.worker import WorkerSide
+from headwater.storage.base import Deadline
+from headwater.storage.wrappers import Faults, FaultyStore
+from headwater.testing.clock import FakeClock
+from vllm_kit import SIZE, WIDTHS, FakeEngine, FakeRequest, Group
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+ROOM_S = 60.0  # for a busy machine; nothing here waits for its end
+
+
+@contextmanager
+def engine_of(
+    directory: Path,
+    *,
+    num_blocks: int = 64,
+    faults: Faults | None = None,
+    seed: int = 0,
+    world: int = 1,
+    **options: Any,
+) -> Iterator[FakeEngine]:
+    """An engine of `world` ranks on a store; each opens it for itself, as processes would."""
+    config = read_config(
+        {
+            "host_directory": None,
+            "disk_directory": str(directory),
+            "disk_bytes": 16 << 20,
+            "look_timeout_s": 5.0,
+            **options,
+        }
+    )
+    planes = [[torch.zeros(num_blocks, width, dtype=torch.uint8) for width in WIDTHS] for _ in range(world)]
+    workers, facts = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if faults is not None:
+            opened = build.open_tiers
+
+            def faulty(*args: Any, **kwargs: Any) -> Any:
+                return {name: FaultyStore(store, faults, seed=seed) for name, store in opened(*args, **kwargs).items()}
+
+            patch.setattr(build, "open_tiers", faulty)
+        for rank in range(world):
+            tensors = {str(at): plane for at, plane in enumerate(planes[rank])}
+            device = RegisteredCache(tensors, num_blocks=num_blocks, block_tokens=SIZE)
+            layout = device.layout
+            identity = CacheIdentity(
+                model="fake", weights=bytes(32), config=bytes(32), layout=layout.fingerprint, block_tokens=SIZE
+            )
+            workers.append(build.open_worker(config, device, identity=identity, rank=rank, world=world))
+            facts.append(
+                RankFacts(
+                    rank=rank,
+                    world=world,
+                    block_tokens=SIZE,
+                    plane_bytes=layout.plane_bytes,
+                    num_blocks=num_blocks,
+                    identity=as_fields(identity),
+                )
+            )
+        scheduler = build.open_scheduler(config, facts)
+    try:
+        group = Group([worker.side for worker in workers])
+        yield FakeEngine(scheduler.side, group, [plane for of in planes for plane in of], sync=config.load == "sync")
+    finally:
+        scheduler.close()
+        for worker in workers:
+            worker.close(0.0)
+
+
+def run(engine: FakeEngine, *, chance: random.Random | None = None) -> None:
+    """Until everything is over; with `chance`, requests are preempted and aborted on the way."""
+    until = time.monotonic() + ROOM_S
+    while engine.is_busy:
+        running = [one for one in engine.requests if one.status == "running"]
+        victim = chance.choice(running) if chance and running and chance.random() < 0.05 else None
+        engine.step(preempt=victim)
+        if chance and engine.requests and chance.random() < 0.03:
+            one = chance.choice(engine.requests)
+            if one.status != "waiting":
+                engine.finish(one)
+        engine.scheduler.cache.brain.validate()
+        assert time.monotonic() < until, [(one.request_id, one.status) for one in engine.requests]
+        time.sleep(0)
+    assert sorted(engine.free) == list(range(len(engine.planes[0]))), "blocks were lost"
+
+
+def prompts(seed: int, number: int) -> list[list[int]]:
+    """Some share their beginnings."""
+    chance = random.Random(seed)
+    heads = [[chance.randrange(1000) for _ in range(40)] for _ in range(3)]
+    return [
+        chance.choice(heads)[: chance.randrange(8, 40)]
+        + [chance.randrange(1000) for _ in range(chance.randrange(1, 12))]
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk, load=mode) as one:
+        one.add(FakeRequest("a", prompt, 9))
+        run(one)
+        assert one.scheduler.cache.metrics.value("hit_tokens_total") == 0
+    with engine_of(disk, load=mode) as two:
+        request = FakeRequest("b", prompt, 9)
+        two.add(request)
+        run(two)
+        assert request.num_loaded == 40
+        assert two.scheduler.cache.metrics.value("hit_tokens_total", tier="disk") == 40
+        assert two.num_failed == 0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> None:
+    faults = Faults(
+        get_fails=0.03, get_misses=0.03, flips_byte=0.05, cuts_tail=0.03, contains_lies=0.02, put_fails=0.02
+    )
+    chance = random.Random(seed)
+    with engine_of(disk, num_blocks=40, faults=faults, seed=seed, load=mode) as engine:
+        for turn in range(3):
+            engine.add(*(FakeRequest(f"{turn}.{at}", one, 6) for at, one in enumerate(prompts(seed, 10))))
+            run(engine, chance=chance)
+        hits = engine.scheduler.cache.metrics.value("hit_tokens_total")
+        assert hits > 0, "nothing was tested"
+        assert engine.num_preempted > 0
+        assert engine.num_failed > 0
+
+
+def test_ranks_count_as_one(disk: Path) -> None:
+    """A block is there if every rank's page of it is, and was loaded if every rank has it."""
+    prompt = list(range(1, 42))
+    with engine_of(disk, world=2) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    with engine_of(disk, world=2) as two:
+        request = FakeRequest("b", prompt, 2)
+        two.add(request)
+        run(two)
+        assert (request.num_loaded, two.num_failed) == (40, 0)
+        # one rank loses its fourth page
+        lost = two.worker.sides[1]._hands._tiers["disk"].store  # type: ignore[attr-defined]
+        naming = two.worker.sides[1]._hands._hands._naming  # type: ignore[attr-defined]
+        assert lost.delete([naming.name(request_keys(two, prompt)[3])], deadline=Deadline.after(5.0))
+    with engine_of(disk, world=2) as three:
+        request = FakeRequest("c", prompt, 2)
+        three.add(request)
+        run(three)
+        assert request.num_loaded == 12
+        assert three.num_failed == 0
+    with engine_of(disk, world=1) as alone:
+        request = FakeRequest("d", prompt, 2)
+        alone.add(request)
+        run(alone)
+        assert request.num_loaded == 0, "another number of ranks has other pages"
+    faults = Faults(get_fails=0.02, flips_byte=0.02)
+    with engine_of(disk, world=2, faults=faults, num_blocks=40) as five:
+        five.add(*(FakeRequest(f"{at}", one, 4) for at, one in enumerate([*prompts(1, 8), *prompts(1, 8)])))
+        run(five, chance=random.Random(1))
+
+
+def request_keys(engine: FakeEngine, prompt: list[int]) -> list[BlockKey]:
+    """What the blocks of a prompt are called."""
+    named = engine.scheduler._namer.prompt(FakeRequest("x", prompt, 1))
+    assert named is not None
+    return named.extend(prompt, len(prompt) // SIZE)
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_load_that_fails_is_not_tried_again(disk: Path, mode: str) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    with engine_of(disk, faults=Faults(get_fails=1.0), load=mode) as two:
+        first, second = FakeRequest("b", prompt, 2), FakeRequest("c", prompt, 2)
+        two.add(first)
+        run(two)
+        assert (two.num_failed, two.num_loaded) == (1, 0)
+        two.add(second)
+        run(two)
+        assert two.num_failed == 1, "another request was told of blocks that could not be had a moment ago"
+
+
+def test_a_request_is_told_of_a_bad_hit_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody remembers the blocks: vLLM would ask again and again."""
+    monkeypatch.setattr(courier, "DROPPED_S", 0.0)
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    with engine_of(disk, faults=Faults(get_fails=1.0)) as two:
+        two.add(FakeRequest("b", prompt, 2))
+        run(two)
+        assert two.num_failed == 1
+
+
+def test_a_store_that_hangs_costs_its_deadline_and_nothing_else(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    released = threading.Event()
+
+    def hang(self: FaultyStore, pages: Any, *, deadline: Any) -> Any:
+        released.wait(ROOM_S)
+        raise OSError("too late")
+
+    monkeypatch.setattr(FaultyStore, "get_into", hang)
+    try:
+        with engine_of(disk, faults=Faults(), load_timeout_s=0.2) as two:
+            request = FakeRequest("b", prompt, 2)
+            two.add(request)
+            run(two)
+            assert two.num_failed == 1
+            assert len(request.all_token_ids) == len(prompt) + 2
+            two.add(FakeRequest("c", prompt, 2))
+            run(two)
+            assert two.num_failed == 1, "the next one waited, too"
+            released.set()
+    finally:
+        released.set()
+
+
+def test_what_a_store_lost_is_written_again(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+        hands = one.worker.sides[0]._hands
+        assert hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        names = [hands._hands._naming.name(key) for key in request_keys(one, prompt)]  # type: ignore[attr-defined]
+        hands._tiers["disk"].store.delete(names[::-1], deadline=Deadline.after(5.0))  # type: ignore[attr-defined]
+        one.add(FakeRequest("b", prompt, 2))
+        run(one)
+        assert hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        last = FakeRequest("c", prompt, 2)
+        one.add(last)
+        run(one)
+        assert last.num_loaded == 40
+
+
+def test_tokens_of_steps_in_flight_are_not_named(disk: Path) -> None:
+    """Where steps overlap, vLLM counts tokens as computed that are not."""
+    with engine_of(disk) as engine:
+        request = FakeRequest("a", list(range(1, 42)), 2)
+        engine.add(request)
+        while request.num_computed_tokens < 24:
+            engine.step()
+        request.num_in_flight_tokens = 8
+        engine.scheduler.orders(lambda _: request.blocks)
+        assert engine.scheduler.cache.num_named("a#0") == (request.num_computed_tokens - 8) // SIZE
+        request.num_in_flight_tokens = 0
+        engine.scheduler.orders(lambda _: request.blocks)
+        assert engine.scheduler.cache.num_named("a#0") == request.num_computed_tokens // SIZE
+
+
+def test_what_a_waiting_engine_takes_away_is_not_stored(disk: Path) -> None:
+    """Saves of a preempted request are void: its blocks are scribbled over while they wait."""
+    prompt = list(range(1, 42))
+    gate = threading.Event()
+    with engine_of(disk, num_blocks=16) as engine:
+        hands = engine.worker.sides[0]._hands._hands  # type: ignore[attr-defined]
+        save = hands._save
+
+        def slow(job: Any, order: Any) -> Any:
+            gate.wait(ROOM_S)
+            return save(job, order)
+
+        hands._save = slow
+        request = FakeRequest("a", prompt, 2)
+        engine.add(request)
+        while not engine.worker.sides[0]._reading:
+            engine.step()
+        engine.step(preempt=request)
+        gate.set()
+        run(engine)
+    with engine_of(disk) as two:
+        two.add(FakeRequest("b", prompt, 2))
+        run(two)  # checks every byte
+        assert two.scheduler.cache.metrics.value("hit_tokens_total") == 40, "it was saved when it came again"
+
+
+class _Hands:
+    """Hands that do nothing until they are told."""
+
+    def __init__(self) -> None:
+        self.deliver: Any = None
+        self.given: list[Any] = []
+
+    def submit(self, instructions: Any) -> None:
+        self.given += instructions
+
+    def say(self, event: Event) -> None:
+        self.deliver(event)
+
+
+def _save(job: int, *slots: int) -> Save:
+    return Save(
+        job=job,
+        store="host",
+        keys=tuple(BlockKey(bytes([slot]) * 32) for slot in slots),
+        deadline_s=9e9,
+        slots=slots,
+        parent=BlockKey(bytes(32)),
+        depth=0,
+        tenant=bytes(16),
+    )
+
+
+def test_an_ended_request_leaves_when_its_blocks_were_read(clock: FakeClock) -> None:
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    side.begin(Orders(jobs=(_save(1, 5), _save(2, 6)), leaving=(("r", (1, 2), 10.0),)))
+    side.load()
+    side.save()
+    assert side.finished() == (set(), set())
+    hands.say(Copied(now_s=0.0, job=1))
+    assert side.finished() == (set(), set())
+    hands.say(JobDone(now_s=0.0, job=2, results=("stored",)))
+    assert side.finished() == ({"r"}, set())
+    assert side.finished() == (set(), set()), "said twice"
+
+
+def test_an_ended_request_does_not_stay_for_ever(clock: FakeClock) -> None:
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    side.begin(Orders(sent_s=clock.monotonic(), jobs=(_save(1, 5),), leaving=(("r", (1,), clock.monotonic() + 2.0),)))
+    side.load()
+    side.save()
+    assert side.finished() == (set(), set())
+    clock.advance(3.0)
+    assert side.finished() == (set(), set()), "first it is cancelled"
+    assert [type(one).__name__ for one in hands.given] == ["Save", "Cancel"]
+    hands.say(JobDone(now_s=0.0, job=1, results=("late",)))
+    assert side.finished() == ({"r"}, set())
+
+
+def test_blocks_of_a_failed_load_are_reported_with_its_end(clock: FakeClock) -> None:
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    keys = tuple(BlockKey(bytes([at]) * 32) for at in range(3))
+    load = Load(job=1, store="host", keys=keys, deadline_s=9e9, slots=(7, 8, 9))
+    side.begin(Orders(jobs=(load,), loading=(("r", (1,)),), missing=(("r", (10,)),)))
+    side.load()
+    side.save()
+    assert side.finished() == (set(), set())
+    hands.say(JobDone(now_s=0.0, job=1, results=("hit", "miss", "miss")))
+    assert side.finished() == (set(), {"r"})
+    assert side.take_bad() == {8, 9, 10}
+    assert side.take_bad() == set()

@@ -1,0 +1,24 @@
+"""A part of `headwater verify --vllm`, and one kill: the whole of both takes minutes (`bench/results`)."""
+
+import json
+import subprocess
+import sys
+
+from headwater.verify import vllm as verify_vllm
+
+CASES = ("cold", "host", "load hangs half-way, async", "control")
+
+
+def test_what_is_loaded_equals_what_is_computed_and_damage_is_seen() -> None:
+    report = verify_vllm.run(python=sys.executable, kinds=("gqa",), only=CASES.__contains__)
+    assert [case.case for case in report.cases] == list(CASES)
+    assert report.ok, report.document()
+
+
+def test_what_was_stored_when_the_process_was_killed_is_right() -> None:
+    command = [sys.executable, "-m", "headwater.testing.vllm_kills", "--times", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=230)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    assert found["kills_while_storing"] == 1
+    assert found["hit_tokens"] > 0
