@@ -152,10 +152,13 @@ def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> 
     )
     chance = random.Random(seed)
     with engine_of(disk, num_blocks=40, faults=faults, seed=seed, load=mode) as engine:
-        for turn in range(3):
+        hits = 0.0
+        for turn in range(20):
             engine.add(*(FakeRequest(f"{turn}.{at}", one, 6) for at, one in enumerate(prompts(seed, 10))))
             run(engine, chance=chance)
-        hits = engine.scheduler.cache.metrics.value("hit_tokens_total")
+            hits = engine.scheduler.cache.metrics.value("hit_tokens_total")
+            if turn >= 2 and hits > 0:  # on a busy machine stores may answer too late for three turns
+                break
         assert hits > 0, "nothing was tested"
         assert engine.num_preempted > 0
         assert engine.num_failed > 0

@@ -292,7 +292,7 @@ class Engine:
             spans = [self._span(one) for one in work]
             early = work[0].early
             self._hurry(on=not early)  # a gate waits for layers while the step is launched
-            gate = self._gate(work[0]) if early else self._between
+            gate = self._gate(work[0]) if early else self._between if self._handover.active else None
             logits = self.model.forward(self.planes, spans, before_layer=gate)
             self._hurry(on=False)  # the device is busy, and we wait for it: time for the cache
             if work[0].early and not self.connector.arrived(work[0].request):

@@ -80,6 +80,11 @@ class Handover:
         if self._handoffs is not None:
             self._handoffs.close()
 
+    @property
+    def active(self) -> bool:
+        """Whether this engine hands anything over at all."""
+        return self._handoffs is not None
+
     def go_on(self) -> None:
         """Begin handoffs that are due, and take in those that have ended."""
         if self._handoffs is None:
