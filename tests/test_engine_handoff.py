@@ -148,11 +148,12 @@ def test_a_ticket_that_is_over_needs_no_slots(pair: tuple[Node, Node], alone: No
 
 
 def test_who_finds_no_room_is_refused_at_once(model: Model, path: Path, pool: str) -> None:
-    prompt = prompt_of(5 * BLOCK + 7)
+    prompts = [prompt_of(5 * BLOCK + 7, seed) for seed in range(5)]  # which share nothing
     with open_pair(model, path, pool, num_blocks=14) as (prefill, decode):
-        ticket = prefill.send(prompt, max_tokens=100).ticket
-        long = decode.take(ticket, prompt, max_tokens=100)
-        others = [decode.take(ticket, prompt, max_tokens=100) for _ in range(4)]
+        tickets = [prefill.send(prompt, max_tokens=100).ticket for prompt in prompts]
+        long, *others = [
+            decode.take(ticket, prompt, max_tokens=100) for ticket, prompt in zip(tickets, prompts, strict=True)
+        ]
         ends = [one.last.finish for one in (long, *others)]
         assert ends[0] is Finish.LENGTH
         assert Finish.REFUSED in ends
