@@ -11,8 +11,8 @@ import torch
 
 from headwater.core.errors import InvalidConfig, InvalidLayout, NotInstalled
 from headwater.core.events import Came, Lost, Went
-from headwater.core.identity import CacheIdentity
-from headwater.core.keys import BlockKey
+from headwater.core.identity import CacheIdentity, root_of
+from headwater.core.keys import BlockKey, block_keys
 from headwater.integrations.vllm import engine_facts
 from headwater.integrations.vllm.counted import Counted, labels_of, merged
 from headwater.integrations.vllm.identity import as_fields, engine_identity, plain, rank_identity
@@ -223,6 +223,17 @@ def test_adapters_count_by_content(tmp_path: Path) -> None:
 
 
 # --- names of blocks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_router_makes_the_same_keys_from_a_node_s_heartbeat(salt: str | None) -> None:
+    """It knows the digest of the identity and the block size only, and finds the blocks in the index by them."""
+    identity = _identity()
+    tokens = list(range(3 * identity.block_tokens + 1))
+    prompt = Namer(identity).prompt(_request(cache_salt=salt))
+    assert prompt is not None
+    root = root_of(identity.digest, (salt or "").encode())
+    assert prompt.extend(tokens, 3) == block_keys(tokens, parent=root, block_tokens=identity.block_tokens)
 
 
 def _request(**more: Any) -> Any:
