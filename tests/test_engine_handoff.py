@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.build import open_pool
+from headwater.build import open_pool, stores
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
@@ -21,8 +21,11 @@ from headwater.disagg.protocol import Tail, Ticket
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model, Span
-from headwater.engine.request import Finish
+from headwater.engine.request import Finish, Sending
+from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
+from headwater.storage.wrappers import DelayStore
+from headwater.testing.hanging import HangingStore
 from headwater.transfer.arena import DeviceCache
 from headwater.transfer.tier import Naming
 from pd_kit import WAIT_S, Heard, Node, new_pool, open_node, open_pair
@@ -187,6 +190,47 @@ def test_a_pool_that_takes_nothing_gives_no_ticket(model: Model, path: Path, tmp
         assert isinstance(sent.last.unmoved, Unsent)
         assert not sent.tokens
         prefill.until_free()
+
+
+def test_what_the_cache_writes_is_not_written_again(
+    model: Model, path: Path, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full blocks go to the pool as the cache's own; the handoff waits for them, and moves the tail alone."""
+    real = stores.open_pool
+    monkeypatch.setattr(stores, "open_pool", lambda *args, **more: DelayStore(real(*args, **more), 0.05))
+    with open_node(model, path, pool, Role.PREFILL) as prefill:
+        whole, rest = prefill.send(prompt_of(5 * BLOCK)), prefill.send(prompt_of(5 * BLOCK + 7, 1))
+        assert (whole.last.finish, rest.last.finish) == (Finish.SENT, Finish.SENT)
+        assert whole.last.usage is not None
+        assert rest.last.usage is not None
+        assert whole.last.usage.num_pool_bytes == 0
+        assert 0 < rest.last.usage.num_pool_bytes < 2 * frame_bytes(model.layout.plane_bytes)
+
+
+def test_a_pool_that_hangs_holds_no_slot_for_long(
+    model: Model, path: Path, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the pool's own deadline, however long the client waits; more prompts than lanes; and closing ends."""
+    real, made = stores.open_pool, list[HangingStore]()
+
+    def hanging(*args: Any, **more: Any) -> HangingStore:
+        made.append(HangingStore(real(*args, **more)))
+        return made[-1]
+
+    monkeypatch.setattr(stores, "open_pool", hanging)
+    with open_node(model, path, pool, Role.PREFILL, num_blocks=128) as prefill:
+        try:
+            made[0].hang("put", "contains")
+            far = time.monotonic() + 1000
+            prompts = [prompt_of(3 * BLOCK + 5, seed) for seed in range(8)]
+            sent = [prefill.ask(prompt, Sending(until_s=far, timeout_s=0.5)) for prompt in prompts]
+            for one in sent:
+                assert one.last.finish is Finish.FAILED
+                assert isinstance(one.last.unmoved, Unsent)
+                assert not one.tokens
+            prefill.until_free()
+        finally:
+            made[0].release()
 
 
 def test_a_cancelled_handoff_gives_everything_back(pair: tuple[Node, Node]) -> None:

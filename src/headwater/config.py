@@ -208,7 +208,9 @@ class ServeConfig:
     lease_s: float = 6.0  # routers believe for so long that it is here
     drain_s: float = 0.0  # at the end, for requests under way; then they are cancelled
     pd_via: str = POOL_WAY  # how KV goes from prefill to decode: see `pd_via`
-    pd_timeout_s: float = 10.0  # for reading one prompt's KV; then what is missing is computed here, or it is an error
+    pd_timeout_s: float = (
+        10.0  # for a prompt's KV: to the pool (then an error), or from it (then computed, or an error)
+    )
     pd_recompute: bool = True  # whether a decode node may compute what it could not read
     max_body_bytes: int = 8 << 20
     max_running: int = 16

@@ -178,7 +178,7 @@ def _open_handoffs(
         sender=sender,
         receiver=receiver,
         tier=POOL_TIER,
-        num_threads=_HANDOFF_LANES,
+        num_threads=config.max_running,
     )
     stack.callback(handoffs.close)
     return handoffs, receiver

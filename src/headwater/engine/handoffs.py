@@ -40,9 +40,12 @@ class Handoffs:
         sender: Sender | None = None,
         receiver: Receiver | None = None,
         tier: str = "",
-        num_threads: int = 4,
+        num_threads: int,
     ) -> None:
-        """Owns neither. `tier`: the cache's name of what they go through, where the cache uses it too."""
+        """Owns neither. `tier`: the cache's name of what they go through, where the cache uses it too.
+
+        A thread for each request that may run: one that waits for a slow store keeps nobody else from handing over.
+        """
         if num_threads < 1:
             raise InvalidConfig(f"handoffs need at least one thread, not {num_threads}")
         self.tier: Final = tier
@@ -53,14 +56,8 @@ class Handoffs:
         self._receiver = receiver
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="headwater handoff")
         self._ended: deque[tuple[Request, Outcome]] = deque()
-        self._under_way: set[Request] = set()
         self._lock = threading.Lock()
         self.on_end: Callable[[], None] = lambda: None  # called from a thread when a handoff has ended
-
-    @property
-    def num_under_way(self) -> int:
-        """Handoffs that have begun and were not taken."""
-        return len(self._under_way)
 
     def is_promised(self, ticket: Ticket) -> bool:
         """Whether the cache itself can load what a ticket names, because it has the same pool and the same pages."""
@@ -129,7 +126,6 @@ class Handoffs:
         with self._lock:
             ended = list(self._ended)
             self._ended.clear()
-            self._under_way.difference_update(request for request, _ in ended)
         return ended
 
     def close(self) -> None:
@@ -147,6 +143,4 @@ class Handoffs:
                 self._ended.append((request, outcome))
             self.on_end()
 
-        with self._lock:
-            self._under_way.add(request)
         self._threads.submit(run)

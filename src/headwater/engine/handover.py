@@ -118,7 +118,8 @@ class Handover:
         """Send a prompt, unless that has begun. What the cache is writing already is waited for, half of the time."""
         if request.kept is None or request.first_token_s is None:
             return
-        patience_s = (request.first_token_s + sending.until_s) / 2
+        until_s = min(sending.until_s, request.first_token_s + sending.timeout_s)
+        patience_s = (request.first_token_s + until_s) / 2
 
         def ready() -> bool:  # in the thread that sends: a step of this one may take a second
             if request.cancelled or time.monotonic() >= patience_s:
@@ -128,7 +129,7 @@ class Handover:
         first, over = request.kept
         request.kept = None
         state = SamplerState(seed=settle_seed(request), position=len(request.prompt) + 1)
-        handoffs.begin_send(request, first, state, over, sending.until_s, ready=ready)
+        handoffs.begin_send(request, first, state, over, until_s, ready=ready)
 
     def _sent(self, request: Request, outcome: Outcome) -> None:
         request.pool_s = time.monotonic() - (request.first_token_s or request.arrived_s)

@@ -47,6 +47,7 @@ class Sending:
     """This engine computes the prompt and chooses the first token; another one goes on, with a ticket."""
 
     until_s: float  # on the monotonic clock: by then the pool has every block, or there is no ticket
+    timeout_s: float = 30.0  # the same, from the first token on: a pool that hangs holds slots for no longer
     request: str = ""  # what it is called on the ticket: need not be unique. Empty: the request's name
 
 

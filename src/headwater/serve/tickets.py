@@ -78,7 +78,11 @@ class Prefill(_Asked):
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service = self._service
         _, api, prompt = await self._read(arrival, service.config.max_body_bytes + _TICKET_BYTES)
-        handoff = Sending(until_s=time.monotonic() + arrival.left_s, request=arrival.request_id)
+        handoff = Sending(
+            until_s=time.monotonic() + arrival.left_s,
+            timeout_s=service.config.pd_timeout_s,
+            request=arrival.request_id,
+        )
         answer = service.submit(arrival, api, prompt, handoff=handoff)
         with service.answering(arrival, answer), _Line(self.path, arrival, answer):
             while await answer.next() is not None:
