@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, NotInstalled
 from headwater.disagg.relay import REQUEST_ID
+from headwater.disagg.told_pages import TELL, read_pages
 from headwater.serve.door import HEALTH, MODELS
 
 try:
@@ -16,11 +17,10 @@ try:
 except ModuleNotFoundError as error:
     raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
-TOLD: Final = "headwater"  # in `kv_transfer_params`, both ways
 ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
 HEALTH_S: Final = 1.0  # between looks whether vLLM is well, and for one of them
 
-_PROBE: Final = {"prompt": [1], "max_tokens": 1, "temperature": 0, "kv_transfer_params": {TOLD: "tell"}}
+_PROBE: Final = {"prompt": [1], "max_tokens": 1, "temperature": 0, "kv_transfer_params": TELL}
 _ANSWER_BYTES: Final = 64 << 20
 
 
@@ -77,13 +77,13 @@ class Vllm:
                 models = (await self._client.get(MODELS)).json()["data"]
                 model = str(models[0]["id"])
                 found = await self._client.post(ENDPOINTS[0], json={"model": model, **_PROBE})
-                told = found.json()["kv_transfer_params"][TOLD]
+                told = read_pages(found.json()["kv_transfer_params"])
                 return Facts(
                     model=model,
                     max_model_len=models[0].get("max_model_len"),
-                    identity=str(told["identity"]),
-                    layout=str(told["layout"]),
-                    block_tokens=int(told["block_tokens"]),
+                    identity=told.identity,
+                    layout=told.layout,
+                    block_tokens=told.block_tokens,
                 )
         except (TimeoutError, httpx2.HTTPError) as error:
             raise VllmGone(f"vLLM does not answer: {str(error) or type(error).__name__}") from error

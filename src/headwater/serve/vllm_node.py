@@ -15,27 +15,26 @@ is never followed by a status; a vLLM that does not answer, or is another one th
 """
 
 import asyncio
-import base64
-import binascii
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from headwater.core.errors import NotInstalled
-from headwater.core.page import NAME_BYTES, PageName
+from headwater.core.page import PageName
 from headwater.core.role import Role
 from headwater.disagg.outcome import Reason
 from headwater.disagg.relay import ATTEMPT, POOL_SECONDS
+from headwater.disagg.told_pages import TELL, read_pages
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.body import Fields
 from headwater.serve.door import HEALTH, application, body_of, prometheus, request_id, timeout_s
 from headwater.serve.errors import ApiError, HandoffFailed
-from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, TOLD, Facts, Vllm, VllmGone, read
+from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, Facts, Vllm, VllmGone, read
 from headwater.storage.base import Deadline, Store
 
 try:
@@ -52,7 +51,8 @@ log = logging.getLogger("headwater")
 
 PREFILL, DECODE, ATTEMPTS = "/pd/prefill", "/pd/decode", "/pd/attempts"
 
-_LOOK_S: Final = 0.01  # between looks whether the pool has a prompt
+_LOOK_S: Final = 0.01  # between looks whether the pool has a prompt, and
+_ONE_LOOK_S: Final = 2.0  # for one of them
 _BODY_BYTES: Final = 24 << 20
 
 
@@ -129,7 +129,7 @@ class VllmNode:
         """Have vLLM compute a prompt; the ticket, when the pool has all of it."""
         begin_s = time.monotonic()
         path, body = _envelope(Fields(asked.body))
-        one = {**body, "max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": {TOLD: "tell"}}
+        one = {**body, "max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": TELL}
         for name in ("stream_options", "min_tokens", "max_completion_tokens", "best_of", "use_beam_search"):
             one.pop(name, None)
         async with self._vllm.ask(path, one, asked.name) as response:
@@ -138,28 +138,26 @@ class VllmNode:
             raise _upstream(response.status_code, content)
         try:
             answer = json.loads(content)
-            told = answer["kv_transfer_params"][TOLD]
-            packed = base64.b64decode(told["pages"], validate=True)
-            identity = str(told["identity"])
+            told = read_pages(answer["kv_transfer_params"])
             num_tokens = int(answer["usage"]["prompt_tokens"])
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
-            raise HandoffFailed("vLLM said nothing of the prompt's pages", reason=Reason.FAILED) from error
-        if identity != self.facts.identity or len(packed) % NAME_BYTES:
+        except (KeyError, TypeError, ValueError) as error:  # InvalidInput is a ValueError
+            raise HandoffFailed(f"vLLM's answer cannot be handed on: {error}", reason=Reason.FAILED) from error
+        if told.identity != self.facts.identity:
             raise HandoffFailed("vLLM is another one than before", reason=Reason.FAILED)
         computed_s = time.monotonic() - begin_s
         self.prefill_tokens_per_s = num_tokens / computed_s
-        names = [PageName(packed[at : at + NAME_BYTES]) for at in range(0, len(packed), NAME_BYTES)]
         wait_s = min(self.options.pool_timeout_s, asked.left_s - computed_s)
-        num_seen = await asyncio.to_thread(self._until_held, names, Deadline.after(wait_s))
-        if num_seen < len(names):
+        num_seen = await self._until_held(told.pages, Deadline.after(wait_s))
+        if num_seen < len(told.pages):
             raise HandoffFailed(
-                f"the pool has {num_seen} of {len(names)} pages of the prompt after {wait_s:.1f} s", reason=Reason.LATE
+                f"the pool has {num_seen} of {len(told.pages)} pages of the prompt after {wait_s:.1f} s",
+                reason=Reason.LATE,
             )
         pool_s = time.monotonic() - begin_s - computed_s
         self.metrics.observe("pd_phase_seconds", pool_s, phase="pool_write")
         cached = ((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")) or 0
         document = {
-            "ticket": {"vllm": 1, "identity": identity, "num_prompt_tokens": num_tokens, "num_pages": len(names)},
+            "ticket": {"vllm": 1, "identity": told.identity, "num_prompt_tokens": num_tokens},
             "usage": {
                 "prompt_tokens": num_tokens,
                 "cached_tokens": cached,
@@ -169,14 +167,18 @@ class VllmNode:
         }
         await JSONResponse(document)(asked.http.scope, asked.http.receive, asked.send)
 
-    def _until_held(self, names: list[PageName], deadline: Deadline) -> int:
-        """Wait until the pool was seen to hold pages (rule 7). How many from the first on it holds. Blocks."""
+    async def _until_held(self, names: Sequence[PageName], deadline: Deadline) -> int:
+        """Wait until the pool was seen to hold pages (rule 7). How many from the first on it holds.
+
+        Who does not want to know any more ends it: no thread is kept for longer than one look.
+        """
         while True:
-            held = self._pool.contains(names, deadline=deadline)
+            look = Deadline.after(min(_ONE_LOOK_S, deadline.remaining_s))
+            held = await asyncio.to_thread(self._pool.contains, names, deadline=look)
             num_held = held.index(False) if False in held else len(names)
             if num_held == len(names) or deadline.remaining_s <= _LOOK_S or self.stopping:
                 return num_held
-            time.sleep(_LOOK_S)
+            await asyncio.sleep(_LOOK_S)
 
     async def _decode(self, asked: Asked) -> None:
         """The whole answer, by vLLM, which loads what the pool has."""

@@ -13,6 +13,7 @@ from headwater.cache.lent import LentBrain, LentCache
 from headwater.config import CacheConfig, ResidencyConfig, default_node
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
+from headwater.disagg.told_pages import is_asked, say_pages
 from headwater.engine.connector import Connector
 from headwater.integrations.vllm.courier import Courier
 from headwater.integrations.vllm.identity import engine_identity
@@ -22,7 +23,6 @@ from headwater.integrations.vllm.requests import Namer
 from headwater.integrations.vllm.scheduler import SchedulerSide
 from headwater.integrations.vllm.settings import ConnectorConfig, LoadWhen, machine_disk_bytes, machine_host_bytes
 from headwater.integrations.vllm.told import Teller
-from headwater.integrations.vllm.told_pages import is_asked, told_pages
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
@@ -150,7 +150,8 @@ class OpenScheduler:
         """What a request's answer says of its pages, if it was asked to; before it is `finished`."""
         if not is_asked(getattr(request, "kv_transfer_params", None)):
             return None
-        return told_pages(self.identity, self.ranks, self.side.prompt_keys(request))
+        ranks = [(one.rank, one.world) for one in self.ranks]
+        return say_pages(self.identity, ranks, self.side.prompt_keys(request))
 
     def close(self) -> None:
         """End everything. Blocks, seconds at most; idempotent."""

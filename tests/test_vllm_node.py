@@ -1,0 +1,341 @@
+"""The node before a vLLM server, where things go wrong that a real vLLM does not do when asked (see tests_vllm too).
+
+vLLM's place is taken by a server that says what it is told to; the pool is a real one.
+"""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from headwater.core.errors import InvalidInput
+from headwater.core.identity import CacheIdentity
+from headwater.core.keys import BlockKey
+from headwater.core.role import Role
+from headwater.disagg.relay import ATTEMPT, TIMEOUT
+from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
+from headwater.metrics import Metrics
+from headwater.serve.sockets import setup
+from headwater.serve.vllm_client import Facts, Vllm, VllmGone
+from headwater.serve.vllm_node import NodeOptions, VllmNode
+from headwater.storage.memory import MemoryStore
+from headwater.testing.pages import SamplePage, items, sample_chain
+from headwater.testing.stores import soon
+
+IDENTITY = CacheIdentity(model="m", weights=bytes(32), config=bytes(32), layout=bytes(32), block_tokens=16)
+ANSWER = {"choices": [{"text": "ab", "token_ids": [1, 2]}], "usage": {"prompt_tokens": 70}}
+
+
+class Stand:
+    """What stands in vLLM's place."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.left = threading.Event()  # somebody closed the connection in the middle
+        self.answer: Callable[[dict[str, Any]], Awaitable[Response]] = self.fine
+        self.pages: list[SamplePage] = []
+
+    async def complete(self, http: Request) -> Response:
+        """What a completion gets."""
+        self.asked.append(await http.json())
+        return await self.answer(self.asked[-1])
+
+    def told(self) -> dict[str, Any]:
+        """What the connector says."""
+        return say_pages(IDENTITY, [(0, 1)], [BlockKey(page.meta.key) for page in self.pages])
+
+    async def fine(self, body: dict[str, Any]) -> Response:
+        """An answer as vLLM's."""
+        return JSONResponse(
+            {**ANSWER, "kv_transfer_params": self.told() if is_asked(body.get("kv_transfer_params")) else None}
+        )
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    """Answering."""
+    stand = Stand()
+
+    async def models(http: Request) -> Response:
+        return JSONResponse({"data": [{"id": "tiny", "max_model_len": 512}]})
+
+    async def health(http: Request) -> Response:
+        return Response()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", stand.complete, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/health", health),
+        ]
+    )
+    server = uvicorn.Server(setup(app))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        stand.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        yield stand
+        server.should_exit = True
+        thread.join(30)
+
+
+FACTS = Facts(
+    model="tiny",
+    max_model_len=512,
+    identity=IDENTITY.digest.hex(),
+    layout=IDENTITY.layout.hex(),
+    block_tokens=IDENTITY.block_tokens,
+)
+
+
+async def at(
+    stand: Stand, role: Role, use: Callable[[httpx2.AsyncClient, VllmNode], Awaitable[None]], **more: Any
+) -> None:
+    """Ask a node."""
+    vllm, pool = Vllm(stand.url), more.pop("pool")
+    options = NodeOptions(vllm=stand.url, role=role, **{"pool_timeout_s": 0.3, **more})
+    try:
+        node = VllmNode(options, await vllm.facts(20.0), vllm, pool, metrics=Metrics())
+        transport = httpx2.ASGITransport(node.app())
+        async with httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=30.0) as client:
+            await use(client, node)
+        assert node.num_requests == 0
+    finally:
+        await vllm.aclose()
+
+
+def envelope(**more: Any) -> dict[str, Any]:
+    """As a router asks."""
+    body = {
+        "prompt": [1] * 70,
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 4,
+    }
+    return {"endpoint": "/v1/completions", "body": body, **more}
+
+
+def test_facts_come_from_the_connector_and_from_nothing_else(stand: Stand) -> None:
+    async def ask() -> Facts:
+        vllm = Vllm(stand.url)
+        try:
+            return await vllm.facts(20.0)
+        finally:
+            await vllm.aclose()
+
+    assert asyncio.run(ask()) == FACTS
+
+    async def without(body: dict[str, Any]) -> Response:
+        return JSONResponse(ANSWER)
+
+    stand.answer = without
+    with pytest.raises(VllmGone, match="without Headwater's connector"):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("num_there", [0, 2, 3])
+def test_a_ticket_leaves_when_the_pool_has_every_page(stand: Stand, num_there: int) -> None:
+    stand.pages = sample_chain(1, 3)
+    with MemoryStore(1 << 20) as pool:
+        pool.put(items(stand.pages[:num_there]), deadline=soon())
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            found = await client.post("/pd/prefill", json=envelope())
+            asked = stand.asked[-1]
+            assert (asked["max_tokens"], asked["stream"], asked["kv_transfer_params"]) == (1, False, TELL)
+            assert not {"stream_options", "min_tokens"} & asked.keys()
+            if num_there == 3:
+                assert found.status_code == 200
+                assert found.json()["ticket"]["identity"] == FACTS.identity
+            else:
+                assert found.status_code == 502
+                assert found.json()["kind"] == "late"
+                assert f"{num_there} of 3 pages" in found.json()["error"]["message"]
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool))
+
+
+def test_pages_that_come_later_are_waited_for(stand: Stand) -> None:
+    stand.pages = sample_chain(1, 3)
+    with MemoryStore(1 << 20) as pool:
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            asking = asyncio.create_task(client.post("/pd/prefill", json=envelope()))
+            while not stand.asked[1:]:
+                await asyncio.sleep(0.01)
+            pool.put(items(stand.pages), deadline=soon())
+            assert (await asking).status_code == 200
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool, pool_timeout_s=30.0))
+
+
+@pytest.mark.parametrize("said", [None, {}, {"headwater": {}}, {"headwater": {"pages": "!"}}, {"headwater": 7}])
+def test_an_answer_that_says_nothing_of_pages_is_no_ticket(stand: Stand, said: Any) -> None:
+    with pytest.raises(InvalidInput):
+        read_pages(said)
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        async def bare(body: dict[str, Any]) -> Response:
+            return JSONResponse({**ANSWER, "kv_transfer_params": said})
+
+        stand.answer = bare
+        found = await client.post("/pd/prefill", json=envelope())
+        assert (found.status_code, found.json()["kind"]) == (502, "failed")
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool))
+
+
+def test_pages_survive_being_said(stand: Stand) -> None:
+    keys = [BlockKey(page.meta.key) for page in sample_chain(1, 3)]
+    told = read_pages(json.loads(json.dumps(say_pages(IDENTITY, [(0, 2), (1, 2)], keys))))
+    assert len(set(told.pages)) == 6
+    assert (told.identity, told.layout, told.block_tokens) == (FACTS.identity, FACTS.layout, FACTS.block_tokens)
+
+
+def test_a_ticket_of_another_model_is_refused(stand: Stand) -> None:
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        for ticket in ({"identity": "00"}, None, 7):
+            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+            assert (found.status_code, found.json()["kind"]) == (502, "foreign")
+        assert len(stand.asked) == 1, "vLLM was asked who it is, and nothing else"
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.DECODE, use, pool=pool))
+
+
+def test_the_client_s_faults_are_told_and_vllm_s_are_ours(stand: Stand) -> None:
+    ticket = {"identity": FACTS.identity}
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        for status, expected in ((400, 400), (404, 404), (429, 429), (500, 502), (503, 503)):
+
+            async def fail(body: dict[str, Any], status: int = status) -> Response:
+                return JSONResponse({"error": {"message": "no", "code": status}}, status)
+
+            stand.answer = fail
+            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+            assert found.status_code == expected
+            assert "message" in found.json()["error"]
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.DECODE, use, pool=pool))
+
+
+def test_what_takes_too_long_is_told_so(stand: Stand) -> None:
+    async def slow(body: dict[str, Any]) -> Response:
+        await asyncio.sleep(3)
+        return JSONResponse(ANSWER)
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        stand.answer = slow
+        headers = {TIMEOUT: "0.3"}
+        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}), headers=headers)
+        assert found.status_code == 504
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.DECODE, use, pool=pool))
+
+
+def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
+    """The connection to vLLM is closed, which is how vLLM hears of it; the attempt is over."""
+
+    async def endless(body: dict[str, Any]) -> Response:
+        async def events() -> Any:
+            try:
+                while True:
+                    yield b"data: {}\n\n"
+                    await asyncio.sleep(0.01)
+            finally:
+                stand.left.set()
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        stand.answer = endless
+        app, begun, gone = node.app(), asyncio.Event(), asyncio.Event()
+        content = json.dumps(envelope(ticket={"identity": FACTS.identity})).encode()
+        messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                begun.set()
+
+        headers = [(b"content-type", b"application/json"), (ATTEMPT.encode(), b"one")]
+        scope = {"type": "http", "method": "POST", "path": "/pd/decode", "headers": headers, "query_string": b""}
+        work = asyncio.create_task(app(scope, receive, send))
+        await asyncio.wait_for(begun.wait(), 20)
+        assert (await client.get("/pd/attempts/one")).status_code == 200
+        gone.set()
+        await asyncio.wait_for(work, 20)
+        assert (await client.get("/pd/attempts/one")).status_code == 404
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.DECODE, use, pool=pool))
+    assert stand.left.wait(20)
+
+
+def test_a_vllm_that_is_away_gets_nothing_until_it_is_back_as_itself(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.serve.vllm_node.HEALTH_S", 0.02)
+
+    async def until(node: VllmNode, *, lost: bool) -> None:
+        end = time.monotonic() + 20
+        while node.lost != lost:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        well, real = True, node._vllm.is_well
+
+        async def is_well() -> bool:
+            return well and await real()
+
+        monkeypatch.setattr(node._vllm, "is_well", is_well)
+        watching = asyncio.create_task(node.watch())
+        well = False
+        await until(node, lost=True)
+        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}))
+        assert (found.status_code, (await client.get("/health")).status_code) == (503, 503)
+        other = CacheIdentity(
+            **{
+                **{name: getattr(IDENTITY, name) for name in ("model", "weights", "config", "layout")},
+                "block_tokens": 32,
+            }
+        )
+
+        async def another(body: dict[str, Any]) -> Response:
+            return JSONResponse({**ANSWER, "kv_transfer_params": say_pages(other, [(0, 1)], [])})
+
+        num_asked, stand.answer, well = len(stand.asked), another, True
+        while len(stand.asked) < num_asked + 2:
+            await asyncio.sleep(0.01)
+        assert node.lost, "it came back as another one"
+        stand.answer = stand.fine
+        await until(node, lost=False)
+        watching.cancel()
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.DECODE, use, pool=pool))
