@@ -19,7 +19,7 @@ from headwater.core.keys import block_keys
 from headwater.core.page import PageName
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage import directory
+from headwater.storage.local import directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root, num_slots
 
 PAGE = 32 << 10

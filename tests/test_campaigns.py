@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headwater.testing import crash, damage, two_caches
+from headwater.testing import cleaner, crash, damage, stopped, two_caches
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 FACTOR = 10 if NIGHTLY else 1
@@ -28,6 +28,26 @@ def test_files_are_damaged(shm: Path, tmp_path: Path, medium: str, damages: int)
     result = damage.campaign(damages * FACTOR, seed=3, directory=shm if medium == "tmpfs" else tmp_path)
     assert result["ok"], {key: value for key, value in result.items() if key != "kinds"}
     assert result["damages"] == damages * FACTOR
+
+
+@pytest.mark.fault("A1")
+def test_files_are_cleaned_away_under_processes_that_fork(shm: Path) -> None:
+    result = cleaner.campaign(shm, seconds=15 * FACTOR, seed=2, interval_s=0.3)
+    assert result["ok"], result
+    assert result["seen"]["forks"] > 5
+    assert result["seen"]["revived"] > 5
+
+
+@pytest.mark.fault("A3")
+@pytest.mark.parametrize("medium", ["tmpfs", "disk"])
+def test_a_process_is_stopped_wherever_it_may_be(shm: Path, tmp_path: Path, medium: str) -> None:
+    parent = shm if medium == "tmpfs" else tmp_path
+    for seen in (
+        stopped.at_moments(parent / "moments", moments=100 * FACTOR, seed=3),
+        stopped.at_system_calls(parent / "calls", calls=150 * FACTOR, seed=4),
+    ):
+        assert seen.ok, seen
+        assert seen.blocked["put"] > 0, "it was never stopped with the lock in hand"
 
 
 def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:

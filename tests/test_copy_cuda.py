@@ -19,7 +19,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import DType, KVLayout
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine

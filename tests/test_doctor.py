@@ -112,11 +112,11 @@ def test_without_torch_stores_still_work() -> None:
 
 
 def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.storage.directory.free_bytes", lambda path: 64 << 20)
-    monkeypatch.setattr("headwater.storage.directory.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("headwater.storage.local.directory.free_bytes", lambda path: 64 << 20)
+    monkeypatch.setattr("headwater.storage.local.directory.available_memory", lambda: 1 << 20)
     assert (doctor._shared_memory().state, doctor._memory().state) == (WARN, WARN)
     assert "--shm-size" in doctor._shared_memory().hint
-    monkeypatch.setattr("headwater.storage.directory.is_memory", lambda path: False)
+    monkeypatch.setattr("headwater.storage.local.directory.is_memory", lambda path: False)
     assert "not in memory" in doctor._shared_memory().found
 
 
@@ -144,7 +144,7 @@ def test_a_slab_that_cannot_be_registered_is_a_warning(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cuda, "pin", lambda memory, address: Held())
     assert doctor._registered_slab().state == OK
-    monkeypatch.setattr("headwater.storage.directory.free_bytes", lambda path: 0)
+    monkeypatch.setattr("headwater.storage.local.directory.free_bytes", lambda path: 0)
     assert doctor._registered_slab().state == WARN
 
 

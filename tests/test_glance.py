@@ -47,16 +47,19 @@ def test_what_a_store_says_at_a_glance_is_what_it_contains(medium: str, shm: Pat
         store.glance(names)
 
 
-def test_what_another_process_did_is_not_known_at_a_glance(shm: Path) -> None:
+def test_what_another_process_did_is_known_at_a_glance_if_it_is_little(shm: Path) -> None:
     pages = sample_chain(1, 2)
     names = [name for name, _ in items(pages)]
     with opened(shm / "store") as ours, opened(shm / "store") as theirs:
         put(theirs, pages)
-        assert ours.glance(names) is None
-        assert ours.contains(names, deadline=soon()) == [True, True]
         assert ours.glance(names) == [True, True]
         theirs.delete(names[1:], deadline=soon())
-        assert ours.glance(names) is None
+        assert ours.glance(names) == [True, False]
+        for chain in range(10, 60):
+            put(theirs, sample_chain(chain, 6))
+        assert ours.glance(names) is None, "more than can be read in no time"
+        assert ours.contains(names, deadline=soon()) == [True, False]
+        assert ours.glance(names) == [True, False]
 
 
 class Knowing(OddStore):

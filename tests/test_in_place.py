@@ -36,8 +36,8 @@ from headwater.storage.base import (
     PutStatus,
     Reservation,
 )
-from headwater.storage.database import RESERVED
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore
+from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import WrapperStore
 from headwater.testing.clock import FakeClock
@@ -263,7 +263,7 @@ class Rig:
     def nothing_is_out(self) -> None:
         """No slot is reserved, and the store is sound. What could not be given back in time is, by now."""
         self.slab.label(IDENTITY, bytes(16), "a test", deadline=soon())
-        assert self.slab.slots(deadline=soon()).get(RESERVED, 0) == 0
+        assert self.slab.slots().get(RecordState.RESERVED, 0) == 0
         assert self.slab.validate(deadline=soon()) == []
         at = self.slab._attachment
         assert at is not None

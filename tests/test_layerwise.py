@@ -26,7 +26,7 @@ from headwater.engine.request import Finish, Output, Request, Sampling, Usage
 from headwater.index.slots import SlotState
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore
 from headwater.storage.verified import Loan, VerifiedStore
 from headwater.testing.stores import soon
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache

@@ -21,11 +21,11 @@ from headwater.core.errors import (
 )
 from headwater.metrics import Metrics
 from headwater.policy import Lru
-from headwater.storage import directory
-from headwater.storage.attach import destroy
 from headwater.storage.base import Deadline, GetStatus, PutStatus
-from headwater.storage.database import FREE, LIVE
 from headwater.storage.disabled import DisabledStore
+from headwater.storage.local import directory
+from headwater.storage.local.attach import destroy
+from headwater.storage.local.table import RecordState
 from headwater.testing.pages import sample_chain, sample_page
 from headwater.testing.stores import put, soon
 from kit import LIMIT, config, hits
@@ -89,13 +89,13 @@ def test_another_version_is_refused_and_not_touched(place: Path) -> None:
     with open_local(config(place)) as store:
         put(store, [sample_page(1)])
     slab = place / "store" / directory.SLAB
-    from headwater.storage import slab as slab_module
+    from headwater.storage.local import slab as slab_module
 
     original = slab_module.VERSION
     try:
-        slab_module.VERSION = 2  # type: ignore[misc]
+        slab_module.VERSION = 3  # type: ignore[misc]
         before = slab.read_bytes()
-        with pytest.raises(StoreUnavailable, match="written in format 1, this version reads 2"):
+        with pytest.raises(StoreUnavailable, match="written in format 2, this version reads 3"):
             open_local(config(place))
         assert slab.read_bytes() == before
     finally:
@@ -164,7 +164,7 @@ def test_power_safe_puts_are_synced(place: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fdatasync", count)
     with open_local(config(place, durability="power")) as store:
         put(store, sample_chain(1, 3))
-        assert len(synced) == 1
+        assert len(synced) == 2  # the pages, before they are published; what publishes them, before they are STORED
 
         def fails(fd: int) -> None:
             raise OSError(errno.EIO, "input/output error")
@@ -198,15 +198,15 @@ def test_usage_names_identities_and_tenants(place: Path) -> None:
         put(store, sample_chain(1, 4))
         put(store, [sample_page(50 + i, tenant=tenant) for i in range(2)])
         store.label(sample_page(1).meta.identity, bytes(16), "a model", deadline=soon())
-        usage = store.usage(deadline=soon())
+        usage = store.usage()
         assert [(use.label, use.num_pages, use.num_tokens, use.max_depth) for use in usage] == [
             ("a model", 4, 64, 3),
             ("", 2, 32, 0),
         ]
         assert usage[1].tenant == tenant
-        assert len(store.names(tenant=tenant, deadline=soon())) == 2
-        assert store.slots(deadline=soon())[LIVE] == 6
-        assert store.slots(deadline=soon())[FREE] > 0
+        assert len(store.names(tenant=tenant)) == 2
+        assert store.slots()[RecordState.LIVE] == 6
+        assert store.slots()[RecordState.FREE] > 0
 
 
 def test_prefaulting_and_creating_show_progress(shm: Path) -> None:

@@ -1,7 +1,6 @@
 """LocalStore shared by processes: visibility, liveness, locks, forks."""
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,14 @@ from headwater.core.errors import (
     StoreForked,
 )
 from headwater.layout.frame import frame_bytes
-from headwater.storage import directory
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
-from headwater.storage.database import LIVE, RESERVED
+from headwater.storage.local import directory
+from headwater.storage.local.table import RecordState
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import sample_chain, sample_page
 from headwater.testing.processes import Helper
 from headwater.testing.stores import put, soon
-from kit import BIG, LIMIT, config, hits
+from kit import BIG, LIMIT, changing, config, hits
 
 # --- other processes --------------------------------------------------------------------------------------------------
 
@@ -47,10 +46,10 @@ def test_a_dead_writers_slots_come_back_and_a_stopped_ones_do_not(shm: Path, hel
         other.stop()
         pages = [sample_page(100 + i, plane_bytes=BIG) for i in range(10)]
         assert [status.held for status in put(store, pages)].count(True) == 2
-        assert store.slots(deadline=soon())[RESERVED] == 30
+        assert store.slots()[RecordState.RESERVED] == 30
         other.kill()
         assert all(status.held for status in put(store, pages))
-        assert store.slots(deadline=soon()).get(RESERVED, 0) == 0
+        assert store.slots().get(RecordState.RESERVED, 0) == 0
         assert hits(store, pages) == 10
 
 
@@ -58,43 +57,18 @@ def test_a_stopped_lock_holder_costs_a_late_answer_never_a_hang(place: Path) -> 
     page, other = sample_page(1), sample_page(2)
     with open_local(config(place)) as store:
         put(store, [page])
-        blocker = sqlite3.connect(place / "store" / directory.INDEX, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        start = time.monotonic()
-        assert store.put([other.item], deadline=Deadline.after(0.3)) == [PutStatus.LATE]
-        assert store.get_into([(page.name, page.buffer())], deadline=Deadline.after(0.3)) == [GetStatus.HIT]
-        assert store.contains([page.name, other.name], deadline=Deadline.after(0.3)) == [True, False]
-        assert time.monotonic() - start < 5  # a hang would be for ever
-        blocker.close()
+        with changing(place):
+            start = time.monotonic()
+            assert store.put([other.item], deadline=Deadline.after(0.3)) == [PutStatus.LATE]
+            assert store.get_into([(page.name, page.buffer())], deadline=Deadline.after(0.3)) == [GetStatus.HIT]
+            assert store.contains([page.name, other.name], deadline=Deadline.after(0.3)) == [True, False]
+            assert time.monotonic() - start < 5  # a hang would be for ever
         assert put(store, [other]) == [PutStatus.STORED]
 
 
-def test_a_reader_that_never_ends_cannot_make_the_log_grow_for_ever(place: Path) -> None:
-    with open_local(config(place)) as store:
-        put(store, sample_chain(0, 10))
-        reader = sqlite3.connect(place / "store" / directory.INDEX, isolation_level=None)
-        reader.execute("BEGIN")
-        reader.execute("SELECT COUNT(*) FROM slots").fetchone()
-        statuses = set()
-        for i in range(1, 400):
-            statuses.update(put(store, sample_chain(i, 6)))
-        size = sum(path.stat().st_size for path in (place / "store").rglob("*") if path.is_file())
-        assert size <= LIMIT
-        assert PutStatus.NO_ROOM in statuses
-        assert store.metrics.value("local_log_full_total") > 0
-        reader.close()
-        assert put(store, sample_chain(500, 6)) == [PutStatus.STORED] * 6
-
-
 def test_the_gate_is_closed_while_another_opens(place: Path) -> None:
-    directory.prepare(place / "store")
-    lock = directory.PresenceLock(place / "store")
-    try:
-        lock.come_in(soon())
-        with pytest.raises(StoreBusy, match="opening or rebuilding"):
-            open_local(config(place, open_timeout_s=0.1))
-    finally:
-        lock.close()
+    with directory.Gate(place / "store", soon(), create=True), pytest.raises(StoreBusy, match="opening or repairing"):
+        open_local(config(place, open_timeout_s=0.1))
     open_local(config(place)).close()
 
 
@@ -114,7 +88,7 @@ def test_a_child_must_open_its_own(place: Path) -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert hits(store, sample_chain(1, 3)) == 3
-        assert store.slots(deadline=soon())[LIVE] == 3
+        assert store.slots()[RecordState.LIVE] == 3
 
 
 def test_a_reservation_outlives_close_and_is_then_given_back(shm: Path) -> None:
@@ -129,36 +103,38 @@ def test_a_reservation_outlives_close_and_is_then_given_back(shm: Path) -> None:
         others = [sample_page(100 + i, plane_bytes=BIG) for i in range(40)]
         put(watcher, others)
         assert bytes(reservation.view) == page.frame
-        assert watcher.slots(deadline=soon())[RESERVED] == 1
+        assert watcher.slots()[RecordState.RESERVED] == 1
         store.abandon([reservation], deadline=soon())
-        assert watcher.slots(deadline=soon()).get(RESERVED, 0) == 0
+        assert watcher.slots().get(RecordState.RESERVED, 0) == 0
         assert hits(watcher, [page]) == 0
 
 
 def test_a_locked_index_is_told_to_people_who_ask(place: Path) -> None:
     with open_local(config(place)) as store:
-        blocker = sqlite3.connect(place / "store" / directory.INDEX, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreBusy, match="stays locked"):
-            store.label(bytes(32), bytes(16), "a model", deadline=Deadline.after(0.05))
-        assert store.usage(deadline=soon()) == []  # looking does not wait for a writer
-        blocker.close()
-        assert store.usage(deadline=soon()) == []
+        with changing(place):
+            with pytest.raises(StoreBusy, match="stays locked"):
+                store.label(bytes(32), bytes(16), "a model", deadline=Deadline.after(0.05))
+            assert store.usage() == []  # looking does not wait for a writer
+        assert store.usage() == []
         os.truncate(place / "store" / directory.SLAB, 1000)
         with pytest.raises(StoreDamaged, match="cut"):
-            store.usage(deadline=soon())
+            store.usage()
 
 
-def test_a_destroyed_header_is_told_to_who_has_no_limit_to_offer(place: Path) -> None:
+@pytest.mark.fault("A5")
+@pytest.mark.parametrize("limit_bytes", [None, LIMIT])
+def test_a_destroyed_header_is_told_and_the_file_is_not_touched(place: Path, limit_bytes: int | None) -> None:
     with open_local(config(place)) as store:
         put(store, [sample_page(1)])
     slab = place / "store" / directory.SLAB
-    slab.write_bytes(b"x" * slab.stat().st_size)
-    with pytest.raises(StoreDamaged, match="no readable header: open it with a limit to start anew"):
-        open_local(config(place, limit_bytes=None))
+    destroyed = b"x" * slab.stat().st_size
+    slab.write_bytes(destroyed)
+    with pytest.raises(StoreDamaged, match=r"no readable header: .* remove it to start anew"):
+        open_local(config(place, limit_bytes=limit_bytes))
+    assert slab.read_bytes() == destroyed
+    slab.unlink()
     with open_local(config(place)) as store:
-        assert store.metrics.value("events_total", kind="local_slab_lost") == 1
-        assert hits(store, [sample_page(1)]) == 0
+        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
 
 
 def test_peeking_is_not_using(shm: Path) -> None:

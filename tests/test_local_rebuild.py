@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +14,17 @@ from headwater.core.errors import (
     StoreForked,
     StoreMismatch,
 )
-from headwater.storage import directory
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
-from headwater.storage.catalog import Catalog
-from headwater.storage.database import RESERVED
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore, directory
+from headwater.storage.local.catalog import Catalog
+from headwater.storage.local.geometry import CONTROL_AT, EXTENTS_AT, Geometry
+from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, items, sample_chain, sample_page
 from headwater.testing.processes import Helper
 from headwater.testing.stores import put, read, soon
-from kit import BIG, LIMIT, config, hits
+from kit import BIG, LIMIT, changing, config, hits, lose_records
 
 # --- restart and rebuild ----------------------------------------------------------------------------------------------
 
@@ -41,40 +40,36 @@ def test_a_restart_keeps_what_was_stored(place: Path, durability: Durability) ->
         assert store.validate(deadline=soon()) == []
 
 
-@pytest.mark.parametrize("damage", ["missing", "rubbish", "empty", "other slab", "old", "cut log"])
+@pytest.mark.parametrize("damage", ["zeroed", "rubbish", "other slab", "extents", "changes", "everything"])
 def test_a_lost_index_is_rebuilt_from_frames(place: Path, damage: str) -> None:
     pages = [*sample_chain(1, 20), *(sample_page(i, plane_bytes=BIG) for i in range(40, 45))]
-    index = place / "store" / directory.INDEX
+    slab = place / "store" / directory.SLAB
     with open_local(config(place)) as store:
-        put(store, pages[:10])
-    old = index.read_bytes()
-    with open_local(config(place)) as store:
-        put(store, pages[10:])
+        put(store, pages)
         store.delete([pages[15].name], deadline=soon())
-        if damage == "cut log":  # as a crash leaves it: the newest changes are in the log alone
-            shutil.copytree(place / "store", place / "copy")
-    if damage == "missing":
-        index.unlink()
-    elif damage == "rubbish":
-        index.write_bytes(os.urandom(100_000))
-    elif damage == "empty":
-        index.write_bytes(b"")
+    geometry = Geometry.plan(LIMIT)
+    begin, end = {
+        "extents": (EXTENTS_AT, geometry.labels_at),
+        "changes": (CONTROL_AT, EXTENTS_AT),
+        "everything": (geometry.changes_at, geometry.data_at),
+    }.get(damage, (geometry.records_at, geometry.uses_at))
+    spoiled = bytes(end - begin)
+    if damage == "rubbish":
+        spoiled = os.urandom(end - begin)
     elif damage == "other slab":
-        with open_local(LocalStoreConfig(directory=place / "other", limit_bytes=LIMIT)):
-            pass
-        shutil.copy(place / "other" / directory.INDEX, index)
-    elif damage == "old":
-        index.write_bytes(old)
-    else:
-        shutil.rmtree(place / "store")
-        shutil.copytree(place / "copy", place / "store")
-        log = index.with_name(directory.INDEX + "-wal")
-        os.truncate(log, log.stat().st_size // 2)
+        with open_local(LocalStoreConfig(directory=place / "other", limit_bytes=LIMIT)) as store:
+            put(store, sample_chain(1, 20))
+        spoiled = (place / "other" / directory.SLAB).read_bytes()[begin:end]
+    with slab.open("r+b") as file:
+        file.seek(begin)
+        file.write(spoiled)
     with open_local(config(place)) as store:
-        assert store.metrics.value("events_total", kind="local_rebuilt") == 1
+        rebuilt = damage not in ("extents", "changes")  # those follow from the records
+        assert store.metrics.value("events_total", kind="local_rebuilt") == rebuilt
         assert store.validate(deadline=soon()) == []
         assert hits(store, pages) == 20, "what was deleted, and what built on it, must not come back"
         assert hits(store, pages[15:20]) == 0
+        assert all(status.held for status in put(store, pages))
 
 
 def test_an_unclean_reboot_rebuilds_and_a_clean_one_does_not(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +90,7 @@ def test_an_unclean_reboot_rebuilds_and_a_clean_one_does_not(place: Path, monkey
 def test_a_rebuild_begins_a_new_epoch_and_keeps_the_limit(place: Path) -> None:
     with open_local(config(place)) as store:
         put(store, sample_chain(1, 5))
-    (place / "store" / directory.INDEX).unlink()
+    lose_records(place)
     with open_local(config(place, limit_bytes=None)) as store:
         assert store.limit_bytes == LIMIT
     with pytest.raises(StoreMismatch, match="limit of 8388608 bytes, 16777216 was asked for"):
@@ -106,7 +101,7 @@ def test_damage_under_a_running_process_turns_the_store_off_until_it_is_revived(
     pages = sample_chain(1, 10)
     with open_local(config(place)) as store:
         put(store, pages)
-        os.truncate(place / "store" / directory.SLAB, 100_000)
+        os.truncate(place / "store" / directory.SLAB, Geometry.plan(LIMIT).data_at + 100_000)
         assert read(store, pages) == [GetStatus.FAILED] * 10
         assert put(store, pages) == [PutStatus.FAILED] * 10
         assert store.contains([pages[0].name], deadline=soon()) == [False]
@@ -121,15 +116,26 @@ def test_damage_under_a_running_process_turns_the_store_off_until_it_is_revived(
         assert hits(store, pages) == 10
 
 
-def test_an_index_that_was_replaced_under_us_is_noticed(place: Path) -> None:
-    pages = sample_chain(1, 10)
+@pytest.mark.fault("A1")
+@pytest.mark.parametrize("how", ["slab removed", "slab replaced", "directory renamed", "directory replaced"])
+def test_a_store_that_was_replaced_under_us_is_noticed_before_anything_is_written(place: Path, how: str) -> None:
+    pages, home = sample_chain(1, 10), place / "store"
     with open_local(config(place)) as store:
         put(store, pages)
-        (place / "store" / directory.INDEX).unlink()
+        if how == "slab removed":
+            (home / directory.SLAB).unlink()
+        elif how == "slab replaced":
+            shutil.copy(home / directory.SLAB, place / "copy")
+            (place / "copy").rename(home / directory.SLAB)
+        else:
+            home.rename(place / "elsewhere")
+        if how == "directory replaced":
+            open_local(config(place)).close()
         assert put(store, sample_chain(2, 3)) == [PutStatus.FAILED] * 3
-        assert "removed or replaced" in str(store.down)
+        assert "under this process" in str(store.down)
         assert store.revive()
-        assert hits(store, pages) == 10
+        assert put(store, sample_chain(2, 3)) == [PutStatus.STORED] * 3
+        assert hits(store, pages) == (10 if how == "slab replaced" else 0)
 
 
 def test_a_reservation_on_a_damaged_store_fails_and_lets_go(shm: Path) -> None:
@@ -144,7 +150,7 @@ def test_a_reservation_on_a_damaged_store_fails_and_lets_go(shm: Path) -> None:
         assert store.publish([reservation], deadline=soon()) == [PutStatus.FAILED]
         assert store.down is not None
         assert store.revive()
-        assert store.slots(deadline=soon()).get(RESERVED, 0) == 0
+        assert store.slots().get(RecordState.RESERVED, 0) == 0
 
 
 def test_two_users_of_a_damaged_directory_both_come_back(place: Path) -> None:
@@ -168,16 +174,12 @@ def test_two_users_of_a_damaged_directory_both_come_back(place: Path) -> None:
 # --- what a rebuild must not bring back -------------------------------------------------------------------------------
 
 
-def lose_index(place: Path) -> None:
-    (place / "store" / directory.INDEX).unlink()
-
-
 def test_a_page_put_twice_and_deleted_stays_deleted(place: Path) -> None:
     page = sample_page(1)
     with open_local(config(place)) as store:
         put(store, [page, page])
         store.delete([page.name], deadline=soon())
-    lose_index(place)
+    lose_records(place)
     with open_local(config(place)) as store:
         assert hits(store, [page]) == 0
 
@@ -190,7 +192,7 @@ def test_a_dead_writers_page_does_not_come_back(shm: Path, helper: Callable[[], 
         other.kill()
         put(store, [sample_page(1)])
         store.delete([sample_page(1).name], deadline=soon())
-    lose_index(shm)
+    lose_records(shm)
     with open_local(config(shm)) as store:
         assert hits(store, [sample_page(1)]) == 0
 
@@ -203,7 +205,7 @@ def test_a_rebuild_keeps_no_suffix_without_its_prefix(place: Path) -> None:
     with (place / "store" / directory.SLAB).open("r+b") as slab:
         slab.seek(offset)
         slab.write(bytes(4096))
-    lose_index(place)
+    lose_records(place)
     with open_local(config(place)) as store:
         assert store.contains([page.name for page in pages], deadline=soon()) == [
             True,
@@ -220,8 +222,8 @@ def test_an_interrupted_rebuild_is_begun_anew(place: Path, monkeypatch: pytest.M
     pages = sample_chain(1, 6)
     with open_local(config(place)) as store:
         put(store, pages)
-    lose_index(place)
-    monkeypatch.setattr(Catalog, "adopt", lambda *_, **__: 1 / 0)
+    lose_records(place)
+    monkeypatch.setattr(Catalog, "_adopt", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_local(config(place))
     monkeypatch.undo()
@@ -240,7 +242,7 @@ def test_a_child_whose_parent_went_meanwhile_is_not_published(shm: Path) -> None
         store.delete([parent.name], deadline=soon())
         assert store.publish([reservation], deadline=soon()) == [PutStatus.NO_PARENT]
         assert put(store, [child]) == [PutStatus.NO_PARENT]
-        assert store.slots(deadline=soon()).get(RESERVED, 0) == 0
+        assert store.slots().get(RecordState.RESERVED, 0) == 0
 
 
 def test_an_expired_page_makes_way_for_its_successor(place: Path) -> None:
@@ -260,10 +262,8 @@ def test_owners_are_dead_only_when_their_lock_is_free(shm: Path, helper: Callabl
     with open_local(config(shm)) as store:
         other("open", directory=str(shm / "store"), planes=list(BIG))
         other("reserve", refs=[(i, 0) for i in range(30)])
-        for path in (shm / "store" / "owners").iterdir():
-            path.unlink()  # a cleaner
         put(store, [sample_page(100 + i, plane_bytes=BIG) for i in range(10)])
-        assert store.slots(deadline=soon())[RESERVED] == 30
+        assert store.slots()[RecordState.RESERVED] == 30
         assert other("publish", refs=[(0, 0)]) == ["stored"]
 
 
@@ -288,12 +288,13 @@ def test_a_reservation_is_not_a_childs(shm: Path) -> None:
 def test_a_failed_lock_costs_no_reload(place: Path) -> None:
     with open_local(config(place)) as store:
         put(store, sample_chain(1, 5))
-        before = store._run(lambda at: at.catalog.mirror.seq, 0)
-        blocker = sqlite3.connect(place / "store" / directory.INDEX, isolation_level=None)
-        blocker.execute("BEGIN IMMEDIATE")
-        assert store.put([sample_page(9).item], deadline=Deadline.after(0.05)) == [PutStatus.LATE]
-        assert store._run(lambda at: at.catalog.mirror.seq, 0) == before
-        blocker.close()
+        mirror = store._run(lambda at: at.catalog.mirror, None)
+        assert mirror is not None
+        before = mirror.places
+        with changing(place):
+            assert store.put([sample_page(9).item], deadline=Deadline.after(0.05)) == [PutStatus.LATE]
+        put(store, sample_chain(2, 3))
+        assert mirror.places is before  # not made anew
 
 
 def test_reviving_holds_nobody_up(place: Path) -> None:
@@ -301,8 +302,7 @@ def test_reviving_holds_nobody_up(place: Path) -> None:
         put(store, [sample_page(1)])
         os.truncate(place / "store" / directory.SLAB, 1000)
         store.contains([], deadline=soon())
-        gate = directory.PresenceLock(place / "store")
-        gate.come_in(soon())
+        gate = directory.Gate(place / "store", soon(), create=False)
         reviving = threading.Thread(target=store.revive)
         reviving.start()
         assert store.put([sample_page(2).item], deadline=soon()) == [PutStatus.FAILED]

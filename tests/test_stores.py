@@ -9,8 +9,7 @@ from headwater.build import open_local
 from headwater.config import Durability, LocalStoreConfig
 from headwater.metrics import Metrics
 from headwater.storage.base import Store
-from headwater.storage.local import LocalStore
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, MeteredStore
 from headwater.testing.stores import StoreTests

@@ -25,7 +25,7 @@ from headwater.layout.frame import Header, frame_bytes, parse
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Shard
 from headwater.storage.base import GetStatus, PutStatus, Store
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock

@@ -26,8 +26,7 @@ from headwater.core.events import (
     StoreOff,
     StoreOn,
 )
-from headwater.storage import directory
-from headwater.storage.local import LocalStore
+from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, MeteredStore
 from headwater.testing.device import BytesStaging

@@ -23,9 +23,8 @@ from headwater import __version__, config, draw
 from headwater.build import open_local
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreBusy, StoreError
 from headwater.core.role import Role
-from headwater.storage import attach, audit
 from headwater.storage.base import Deadline
-from headwater.storage.local import LocalStore
+from headwater.storage.local import LocalStore, attach, audit
 
 _DESTROY_S: Final = 10.0
 

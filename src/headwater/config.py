@@ -49,7 +49,7 @@ class LocalStoreConfig:
     def __post_init__(self) -> None:
         """Take plain values where they are clear (`"power"`, a path as text), refuse what cannot work."""
         try:
-            object.__setattr__(self, "directory", Path(self.directory))
+            object.__setattr__(self, "directory", Path(self.directory).absolute())  # a process may change its own
             object.__setattr__(self, "durability", Durability(self.durability))
         except (TypeError, ValueError) as error:
             raise InvalidConfig(f"{error}; durability is one of {', '.join(Durability)}") from error

@@ -32,8 +32,8 @@ from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import opaque_layout
 from headwater.pool.diagnosis import diagnose
-from headwater.storage import directory
 from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.local import directory
 from headwater.storage.verified import VerifiedStore
 
 if TYPE_CHECKING:

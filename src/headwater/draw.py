@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.bench.report import Report
-from headwater.storage import audit
+from headwater.storage.local import audit
 
 if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need

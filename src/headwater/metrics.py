@@ -92,7 +92,6 @@ _DECLARED: Final = (
     (COUNTER, "bad_pages_total{fault}", "Pages that a store gave and verification turned down, by fault"),
     (COUNTER, "bad_pages_kept_total", "Pages turned down that could not be removed from their store in time"),
     (COUNTER, "local_evicted_pages_total{medium}", "Pages that a LocalStore evicted: memory, disk"),
-    (COUNTER, "local_log_full_total{medium}", "Puts that a LocalStore refused for its index's log: memory, disk"),
     (COUNTER, "sliced_total{tier,call,why}", "Sliced reads and writes, by what ended them; whole: nothing did"),
     # Who holds what in the cluster.
     (COUNTER, "residency_updates_total{outcome}", "Updates to the residency index: applied, stale, resync, failed ..."),

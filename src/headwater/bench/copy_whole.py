@@ -23,8 +23,8 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
-from headwater.storage import directory
 from headwater.storage.base import Addressable, Store
+from headwater.storage.local import directory
 from headwater.storage.scratch import limit_for, memory_root
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.staging import TorchStaging

@@ -40,9 +40,8 @@ from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.page import PageName, page_name
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage import directory
 from headwater.storage.base import Deadline, GetStatus, PutStatus
-from headwater.storage.local import LocalStore
+from headwater.storage.local import LocalStore, directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root, num_slots
 from headwater.storage.verified import VerifiedStore
 

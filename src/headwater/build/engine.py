@@ -23,10 +23,10 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
 from headwater.residency.publisher import Publisher
-from headwater.storage import directory
 from headwater.storage.base import Registering, Store
+from headwater.storage.local import directory
+from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
-from headwater.storage.slab import Progress
 from headwater.transfer.tier import Naming
 
 if TYPE_CHECKING:

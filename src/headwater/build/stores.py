@@ -13,12 +13,10 @@ from headwater.config import (
 )
 from headwater.core.errors import HostTierUnavailable, InvalidConfig, NotInstalled, StoreError
 from headwater.metrics import Metrics
-from headwater.storage import directory
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
 from headwater.storage.disabled import DisabledStore
-from headwater.storage.local import LocalStore
-from headwater.storage.mapped import MappedStore
-from headwater.storage.slab import Progress
+from headwater.storage.local import LocalStore, MappedStore, directory
+from headwater.storage.local.slab import Progress
 
 if TYPE_CHECKING:
     from headwater.layout.spec import KVLayout
@@ -37,7 +35,6 @@ def open_local(
     progress: Progress | None = None,
 ) -> LocalStore:
     """Open the store of a directory, addressable where it lies in memory. Raises a StoreError that says what to do."""
-    directory.prepare(config.directory)
     kind = MappedStore if directory.is_memory(config.directory) else LocalStore
     return kind(config, metrics=metrics, clock=clock, progress=progress)
 
@@ -103,7 +100,7 @@ def open_tiers(
     for name, path, num_bytes, default in tiers:
         if path is None:
             continue
-        if num_bytes is None and not (path / directory.SLAB).exists():
+        if num_bytes is None and not directory.has_slab(path):
             num_bytes = default  # otherwise the directory's own limit
         store_config = LocalStoreConfig(directory=path, limit_bytes=num_bytes)
         store = stack.enter_context(open_tier(store_config, metrics=metrics, progress=progress))
@@ -125,7 +122,7 @@ def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | 
     kind = pool_kind(url)
     if kind == "local":
         path = Path(url.partition(":")[2])
-        new = not (path / directory.SLAB).exists()
+        new = not directory.has_slab(path)
         limit = LocalStoreConfig(directory=path, limit_bytes=DISK_BYTES if new else None)
         return open_local(limit, metrics=metrics, progress=progress)
     if kind == "redis":

@@ -10,6 +10,8 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
+from headwater.core.errors import InvalidInput
+
 XXH3_64: Final = 1  # algorithm id in a frame; a new function gets a new id, ids are never reused
 ALONE_BYTES: Final = 100_000  # of a plane: from here on its digest lets other threads run meanwhile
 _HOT_BYTES: Final = 128 << 10  # copied at a time: still in the core's own cache when it is digested
@@ -31,14 +33,22 @@ def plane_digests(payload: memoryview, plane_bytes: Sequence[int]) -> list[int]:
     return digests
 
 
-def copy_digests(source: memoryview, target: memoryview, plane_bytes: Sequence[int]) -> list[int]:
-    """Copy a payload, and digest each plane of the *copy* while it is hot. Mutates `target`."""
+def copy_digests(
+    source: memoryview, target: memoryview, plane_bytes: Sequence[int], *, private: memoryview
+) -> list[int]:
+    """Copy a payload, and digest each plane while it is hot. Mutates `target`.
+
+    `private` is the one of the two that nobody else can write to, and is what is digested (rule 4). A digest of shared
+    memory would bless whatever another writer put there between the copy and the look.
+    """
+    if private is not source and private is not target:
+        raise InvalidInput("the digests are made of one of the two ends of the copy")
     digests = []
     for start, end, lengths in _portions(tuple(plane_bytes)):
         target[start:end] = source[start:end]
         plane = start
         for length in lengths:
-            digests.append(xxh3_64_intdigest(target[plane : plane + length]))
+            digests.append(xxh3_64_intdigest(private[plane : plane + length]))
             plane += length
     return digests
 

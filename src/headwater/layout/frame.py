@@ -150,18 +150,17 @@ def seal(frame: memoryview, meta: PageMeta, layout: KVLayout, *, now_ms: int) ->
 
 
 def seal_into(slot: memoryview, frame: memoryview, meta: PageMeta, layout: KVLayout, *, now_ms: int) -> None:
-    """Copy the payload in `frame` to `slot` and seal it there: each plane is digested while it is hot, the header last.
+    """Copy the payload in `frame`, which is the caller's alone, to `slot`, and seal it there, the header last.
 
-    Mutates `slot` only. Raises as `seal` does.
+    The digests are of `frame`: in `slot` another process may be writing, wrongly, and must not be blessed. Mutates
+    `slot`, and of `frame` what lies behind a partial block's tokens. Raises as `seal` does.
     """
     start = header_bytes(len(layout.planes))
     for buffer in (slot, frame):
         _require_size(buffer, start + layout.page_bytes)
-    if meta.valid_tokens != layout.block_tokens:
-        slot[start : start + layout.page_bytes] = frame[start : start + layout.page_bytes]
-        seal(slot, meta, layout, now_ms=now_ms)
-        return
-    digests = copy_digests(frame[start:], slot[start:], layout.plane_bytes)
+    source, target = frame[start:], slot[start:]
+    zero_tail(source, layout, meta.valid_tokens)
+    digests = copy_digests(source, target, layout.plane_bytes, private=source)
     write_header(slot, meta, layout.plane_bytes, digests, now_ms=now_ms)
 
 

@@ -106,6 +106,13 @@ class History(Generic[K]):
         if past is not None:
             self.returns.evicted(kind_of(past.hits, past.turns), self._latest_s - past.used_s, held=len(self._held()))
 
+    def rebase(self, now_s: float) -> None:
+        """The holder's clock was put back to this moment: what lies ahead of it was now."""
+        self._latest_s = min(self._latest_s, now_s)
+        for past in self._pasts.values():
+            past.born_s, past.used_s = min(past.born_s, now_s), min(past.used_s, now_s)
+            past.previous_s = None if past.previous_s is None else min(past.previous_s, now_s)
+
     def _begin(self, key: K, past: _Past, now_s: float) -> _Past:
         self._pasts[key] = past
         self._latest_s = max(self._latest_s, now_s)

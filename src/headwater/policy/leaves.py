@@ -94,6 +94,29 @@ class LeafOrder(Generic[K]):
             seen.update(more)
             stack.extend(more)
 
+    def leaves_first(self, keys: Iterable[K]) -> Iterator[K]:
+        """Known blocks and all that builds on them, each after all that builds on it.
+
+        The forest may change between two of them: what was given may be removed, and what comes to build on one that
+        was not given yet is given before it.
+        """
+        given: set[K] = set()
+        opened: set[K] = set()  # a damaged index may say that a block builds on itself
+        for key in keys:
+            stack = [key]
+            while stack:
+                top = stack[-1]
+                more = [child for child in self._of(top) if child not in given and child not in opened]
+                if top in given or top not in self._nodes:
+                    stack.pop()
+                elif more:
+                    opened.add(top)
+                    stack.extend(more)
+                else:
+                    stack.pop()
+                    given.add(top)
+                    yield top
+
     def lowest(self, group: int = 0) -> float | None:
         """Priority of the next victim; None where there is none."""
         heap = self._settled(group)

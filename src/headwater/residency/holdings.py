@@ -12,7 +12,7 @@ from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES, PageName, page_name
 from headwater.residency.publisher import Row
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.storage.families import PagePath
+from headwater.storage.local.families import PagePath
 from headwater.storage.wrappers import WrapperStore
 
 _PORTION: Final = 512
@@ -23,7 +23,7 @@ WHOLE: Final = ((0, 1, 0),)
 class Listing(Protocol):
     """A store that keeps a list of its pages, as LocalStore does."""
 
-    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot. Raises StoreError."""
         ...
 
@@ -67,9 +67,8 @@ class StoreHoldings:
         """All full blocks of the identity, in portions; none where the store keeps no list."""
         store, after = self._innermost(), -1
         while isinstance(store, Listing):
-            deadline = Deadline.after(self._timeout_s, self._clock)
             try:
-                rows = store.paths(self._identity, self._block_tokens, after=after, limit=_PORTION, deadline=deadline)
+                rows = store.paths(self._identity, self._block_tokens, after=after, limit=_PORTION)
             except HeadwaterError:
                 return
             if not rows:

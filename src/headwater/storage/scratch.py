@@ -11,9 +11,8 @@ from typing import Final
 
 from headwater.config import MIN_LIMIT_BYTES
 from headwater.core.errors import InvalidInput
-from headwater.storage import directory
-from headwater.storage.attach import plan
-from headwater.storage.slab import SECTOR, sectors
+from headwater.storage.local import directory
+from headwater.storage.local.geometry import SECTOR, Geometry, sectors
 
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  the tmpfs of every Linux
 _MAX_FRAME_BYTES: Final = 1 << 30  # what the largest extent holds
@@ -38,7 +37,7 @@ def disk_root() -> Path:
 
 def num_slots(limit_bytes: int, frame_bytes: int) -> int:
     """How many pages of this size a directory of this limit holds."""
-    geometry = plan(limit_bytes)
+    geometry = Geometry.plan(limit_bytes)
     return geometry.num_extents * geometry.slots_in_extent(sectors(frame_bytes))
 
 

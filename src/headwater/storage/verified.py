@@ -269,7 +269,8 @@ class VerifiedStore(Store):
         fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
         if fault is not None:
             return GetStatus(fault.value)
-        if copy_digests(source[start:], buffer[start:], header.plane_bytes) != list(header.digests):
+        copy = buffer[start:]
+        if copy_digests(source[start:], copy, header.plane_bytes, private=copy) != list(header.digests):
             return GetStatus.CORRUPT
         return GetStatus.HIT
 

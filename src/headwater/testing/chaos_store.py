@@ -25,7 +25,7 @@ from typing import Any, Final
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, parse
 from headwater.storage.base import Borrow, Deadline, GetStatus, PutStatus, Reservation, Store
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import MappedStore
 
 DIE: Final = ("before", "during", "after", "reading")
 HARMS: Final = ("missing", "cut", "damaged", "foreign")

@@ -3,16 +3,15 @@
     python -m headwater.testing.crash --rounds 200 --json
 
 Each round kills a worker with SIGKILL, or stops it with SIGSTOP for a while (and sometimes kills it then), while all
-of them put, read and thereby evict. A trigger in the index writes down every page that becomes live or ceases to be,
-in the transaction that does it; that is the truth against which the end of each era is judged, in a fresh process'
-view:
+of them put, read and thereby evict. Every worker writes down which page it is about to evict, before it does; that is
+the truth against which the end of each era is judged, in a fresh process' view:
 
 - a read that says HIT holds exactly the page's bytes (checked by every worker, always);
-- a page whose put said STORED became live, and is still readable unless an eviction is on record;
+- a page whose put said STORED is still readable, unless an eviction is on record;
 - no call of a running worker ends later than its deadline and a half second (a call during which its own worker was
   stopped does not count);
 - the directory stays within its limit, no reservation of a dead process is left, and the index is sound;
-- at the end, after some deletions and the loss of the index, a rebuild finds exactly what was there.
+- at the end, after some deletions and the loss of all records, a rebuild finds exactly what was there.
 """
 
 import argparse
@@ -20,7 +19,6 @@ import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -34,9 +32,12 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus
-from headwater.storage.database import RESERVED
-from headwater.storage.directory import INDEX
 from headwater.storage.local import LocalStore
+from headwater.storage.local.catalog import Catalog
+from headwater.storage.local.directory import SLAB
+from headwater.storage.local.geometry import Geometry
+from headwater.storage.local.mirror import Slot
+from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, items, sample_chain
 
@@ -46,13 +47,6 @@ DEPTH: Final = 6
 DEADLINE_S: Final = 0.5
 GRACE_S: Final = 0.5
 LIMIT_BYTES: Final = 24 << 20  # about 300 pages
-_AUDIT = """
-CREATE TABLE IF NOT EXISTS audit(at INTEGER PRIMARY KEY, name BLOB, live INTEGER);
-CREATE TRIGGER IF NOT EXISTS born AFTER UPDATE OF state ON slots WHEN NEW.state = 2 AND OLD.state <> 2
-    BEGIN INSERT INTO audit(name, live) VALUES (NEW.name, 1); END;
-CREATE TRIGGER IF NOT EXISTS gone AFTER UPDATE OF state ON slots WHEN OLD.state = 2 AND NEW.state <> 2
-    BEGIN INSERT INTO audit(name, live) VALUES (OLD.name, 0); END;
-"""
 
 
 def planes(chain: int) -> tuple[int, ...]:
@@ -100,6 +94,13 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
     def say(*words: object) -> None:
         os.write(fd, (" ".join(map(str, words)) + "\n").encode())
 
+    unpublish = Catalog._unpublish
+
+    def tell(catalog: Catalog, name: PageName, owner: int) -> Slot | None:
+        say("evicting", name.hex())
+        return unpublish(catalog, name, owner)
+
+    setattr(Catalog, "_unpublish", tell)  # noqa: B010  a method; this process does nothing else
     with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)) as store:
         readers = [VerifiedStore(store, identity=IDENTITY, plane_bytes=planes(i)) for i in range(2)]
         say("ready")
@@ -173,8 +174,8 @@ def campaign(
     rng = random.Random(seed)
     report = Report()
     num_chains = 200 if tight else 30
-    with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)):
-        _sql(directory, _AUDIT)
+    open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)).close()
+    held: set[bytes] = set()  # pages that must be there, unless they were evicted
     with tempfile.TemporaryDirectory() as logs:
         next_seed = seed * 1_000_000
         while report.rounds < rounds:
@@ -206,8 +207,9 @@ def campaign(
                 if one.process.poll() is not None:
                     report.worker_failures.append(f"a worker ended by itself with {one.process.returncode}")
                 one.kill()
-            stored = _read_logs(everyone, report)
-            _judge(directory, stored, report, num_chains=num_chains, tight=tight)
+            stored, evicted = _read_logs(everyone, report)
+            report.lost += 0 if tight else len(evicted)
+            held = _judge(directory, (held | stored) - evicted, report, num_chains=num_chains)
             for one in everyone:
                 one.log.unlink(missing_ok=True)
     _judge_rebuild(directory, report, num_chains=num_chains)
@@ -222,8 +224,10 @@ def _wait_until_ready(workers: list[_Worker]) -> None:
         time.sleep(0.02)
 
 
-def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
+def _read_logs(workers: list[_Worker], report: Report) -> tuple[set[bytes], set[bytes]]:
+    """Pages that were stored, and pages that somebody at least began to evict, in whatever order."""
     stored: set[bytes] = set()
+    evicted: set[bytes] = set()
     for one in workers:
         begun: float | None = None
         for line in one.lines():
@@ -231,6 +235,9 @@ def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
                 case ["stored", name]:
                     stored.add(bytes.fromhex(name))
                     report.stored += 1
+                case ["evicting", name]:
+                    evicted.add(bytes.fromhex(name))
+                    report.evictions += 1
                 case ["hit"]:
                     report.hits += 1
                 case ["wrong"]:
@@ -247,36 +254,32 @@ def _read_logs(workers: list[_Worker], report: Report) -> set[bytes]:
                     begun = None
         if begun is not None:  # killed in the middle of a call: which was not to have lasted for ever
             report.overruns += one.overran(begun, one.killed_s)
-    return stored
+    return stored, evicted
 
 
-def _judge(directory: Path, stored: set[bytes], report: Report, *, num_chains: int, tight: bool) -> None:
+def _judge(directory: Path, held: set[bytes], report: Report, *, num_chains: int) -> set[bytes]:
+    """Compare a fresh process' view with what must be there. Returns what is."""
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     report.over_limit += size > LIMIT_BYTES
-    last: dict[bytes, int] = {}
-    evictions = 0
-    for name, live in _sql(directory, "SELECT name, live FROM audit ORDER BY at"):
-        last[name] = live
-        evictions += not live
-    report.lost += sum(name not in last for name in stored)
-    report.lost += evictions if not tight else 0
-    report.evictions += evictions
-    _sql(directory, "DELETE FROM audit WHERE at NOT IN (SELECT MAX(at) FROM audit GROUP BY name) OR live = 0;")
     with open_local(LocalStoreConfig(directory=directory)) as store:
-        held = _read_all(store, num_chains, report)
-        report.lost += sum(live == 1 and name not in held for name, live in last.items())
-        report.stuck_reservations += store.slots(deadline=Deadline.after(10)).get(RESERVED, 0)
+        found = _read_all(store, num_chains, report)
+        report.lost += len(held - found)
+        report.stuck_reservations += store.slots().get(RecordState.RESERVED, 0)
         report.rebuilt += len(store.metrics.events("local_rebuilt"))
         report.worker_failures += store.validate(deadline=Deadline.after(10))
+    return set(found)
 
 
 def _judge_rebuild(directory: Path, report: Report, *, num_chains: int) -> None:
-    """The end: delete some pages, lose the index, and compare what the rebuild finds with what was there."""
+    """The end: delete some pages, lose all records, and compare what the rebuild finds with what was there."""
     with open_local(LocalStoreConfig(directory=directory)) as store:
         doomed = [sample_chain(i, 1, plane_bytes=planes(i))[0].name for i in range(0, num_chains, 3)]
         store.delete(doomed, deadline=Deadline.after(10))
         before = _read_all(store, num_chains, report)
-    (directory / INDEX).unlink()
+    geometry = Geometry.plan(LIMIT_BYTES)
+    with (directory / SLAB).open("r+b") as slab:
+        slab.seek(geometry.records_at)
+        slab.write(bytes(geometry.uses_at - geometry.records_at))
     with open_local(LocalStoreConfig(directory=directory)) as store:
         after = _read_all(store, num_chains, report)
         report.worker_failures += store.validate(deadline=Deadline.after(10))
@@ -294,17 +297,6 @@ def _read_all(store: LocalStore, num_chains: int, report: Report) -> set[PageNam
                 report.wrong_bytes += buffer != page.frame
                 found.add(page.name)
     return found
-
-
-def _sql(directory: Path, statement: str) -> list[tuple[bytes, int]]:
-    connection = sqlite3.connect(directory / INDEX, timeout=10)
-    try:
-        if statement.startswith("SELECT"):
-            return connection.execute(statement).fetchall()
-        connection.executescript(statement)
-        return []
-    finally:
-        connection.close()
 
 
 def main() -> None:

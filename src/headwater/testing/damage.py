@@ -4,42 +4,48 @@
 
 Every trial starts from the same two directories, an older and a newer state of one store, spoils something, opens (or
 goes on using) the store, reads every page it ever held and writes new ones. A HIT must hold exactly the page's bytes;
-the store must open, by rebuilding or from nothing, and work again; the process must live. Trials run in child
-processes, so that a crash is seen as one.
+the store must open, by rebuilding or from nothing, and work again; the process must live. (A slab without a readable
+header must be refused, and not be touched: it might be anybody's.) Trials run in child processes, so that a crash is
+seen as one.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
+from headwater.core.errors import StoreDamaged
+from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus
-from headwater.storage.directory import INDEX, SLAB
 from headwater.storage.local import LocalStore
+from headwater.storage.local.directory import SLAB
+from headwater.storage.local.families import live_records
+from headwater.storage.local.geometry import Geometry
+from headwater.storage.local.slab import Slab, read_slab_header
+from headwater.storage.local.table import Record, Table, Use
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain
 
 LIMIT_BYTES: Final = 8 << 20
+GEOMETRY: Final = Geometry.plan(LIMIT_BYTES)
 OLD: Final = [page for chain in range(12) for page in sample_chain(chain, 5)]
 NEW: Final = [page for chain in range(6, 24) for page in sample_chain(chain, 8)]
 LATER: Final = [page for chain in range(30, 34) for page in sample_chain(chain, 4)]
-_FILES: Final = (SLAB, INDEX, INDEX + "-wal", INDEX + "-shm")
 
 
 def make_states(parent: Path) -> list[tuple[Path, Path]]:
-    """(older, newer) states of one store, twice: copied while it was open, log and all, and closed cleanly."""
+    """(older, newer) states of one store, twice: copied while it was open, and closed cleanly."""
     config = LocalStoreConfig(directory=parent / "live", limit_bytes=LIMIT_BYTES)
     names = ("crashed-old", "closed-old", "crashed-new", "closed-new")
     states = dict(zip(names, (parent / name for name in names), strict=True))
@@ -55,12 +61,9 @@ def make_states(parent: Path) -> list[tuple[Path, Path]]:
 
 
 def fingerprint(directory: Path) -> bytes:
-    """Changes with any byte of any file of a store."""
-    digest = hashlib.sha256()
-    for name in _FILES:
-        path = directory / name
-        digest.update(b"-" if not path.exists() else hashlib.sha256(path.read_bytes()).digest())
-    return digest.digest()
+    """Changes with any byte of a store."""
+    slab = directory / SLAB
+    return hashlib.sha256(slab.read_bytes()).digest() if slab.exists() else b""
 
 
 class Trial:
@@ -88,7 +91,14 @@ class Trial:
         kind = ""
         while not while_open and (not kind or fingerprint(self.directory) == whole):  # until something was damaged
             kind = damage()
-        with open_local(config) as store:
+        try:
+            store = open_local(config)
+        except StoreDamaged as error:
+            if "no readable header" not in str(error):
+                raise
+            (self.directory / SLAB).unlink()  # as the error says
+            store = open_local(config)
+        with store:
             if while_open:
                 kind = damage() + " while open"
             results += self.read(store, [*OLD, *NEW])
@@ -117,119 +127,124 @@ class Trial:
 
     # --- damages ------------------------------------------------------------------------------------------------------
 
-    def file(self) -> Path:
-        """A random file of the store, the slab more often."""
-        there = [self.directory / name for name in _FILES if (self.directory / name).exists()]
-        return self.rng.choice([there[0], *there])
+    @property
+    def slab(self) -> Path:
+        """The store's file."""
+        return self.directory / SLAB
+
+    def somewhere(self, size: int) -> int:
+        """An offset: in the headers, in the index, or anywhere."""
+        return self.rng.randrange(min(size, self.rng.choice([256, 16384, GEOMETRY.data_at, size])) or 1)
 
     def flip(self) -> str:
-        """Flip bits of a few bytes, some of them in the headers."""
-        path = self.file()
-        data = bytearray(path.read_bytes())
+        """Flip bits of a few bytes."""
+        data = bytearray(self.slab.read_bytes())
         for _ in range(self.rng.choice([1, 1, 4, 64])):
-            where = self.rng.randrange(min(len(data), self.rng.choice([256, 16384, len(data)])) or 1)
-            if data:
-                data[where] ^= 1 << self.rng.randrange(8)
-        _overwrite(path, bytes(data))
-        return f"flip {path.name}"
+            data[self.somewhere(len(data))] ^= 1 << self.rng.randrange(8)
+        _overwrite(self.slab, bytes(data))
+        return "flip"
 
     def cut(self) -> str:
         """Cut the end off."""
-        path = self.file()
-        if path.name.endswith("-shm"):
-            path = self.directory / SLAB  # SQLite maps its -shm file: see docs/STORES.md
-        with path.open("r+b") as file:
-            file.truncate(self.rng.randrange(path.stat().st_size + 1))
-        return f"cut {path.name}"
+        os.truncate(self.slab, self.somewhere(self.slab.stat().st_size + 1))
+        return "cut"
 
     def zero(self) -> str:
         """Zero a range."""
-        path = self.file()
-        size = path.stat().st_size
-        start = self.rng.randrange(size + 1)
-        with path.open("r+b") as file:
+        size = self.slab.stat().st_size
+        start = self.somewhere(size)
+        with self.slab.open("r+b") as file:
             file.seek(start)
             file.write(bytes(min(size - start, self.rng.choice([512, 4096, 65536, size]))))
-        return f"zero {path.name}"
+        return "zero"
 
     def swap(self) -> str:
-        """Swap the bytes of two slots, or parts of them."""
-        path = self.directory / SLAB
-        data = bytearray(path.read_bytes())
-        length = self.rng.choice([4096, 12288, 16384])
-        first, second = (16384 + 4096 * self.rng.randrange((len(data) - 40000) // 4096) for _ in range(2))
+        """Swap the bytes of two slots, or of two parts of the index."""
+        data = bytearray(self.slab.read_bytes())
+        length = self.rng.choice([256, 4096, 12288, 16384])
+        low, high = self.rng.choice([(16384, GEOMETRY.data_at), (GEOMETRY.data_at, len(data))])
+        first, second = (low + 256 * self.rng.randrange((high - low - length) // 256) for _ in range(2))
         if abs(first - second) >= length:
             a, b = data[first : first + length], data[second : second + length]
             data[first : first + length], data[second : second + length] = b, a
-        _overwrite(path, bytes(data))
-        return "swap slots"
+        _overwrite(self.slab, bytes(data))
+        return "swap"
 
     def remove(self) -> str:
-        """Delete a file."""
-        path = self.file()
-        path.unlink()
-        return f"remove {path.name}"
+        """Delete the file."""
+        self.slab.unlink()
+        return "remove"
 
     def grow(self) -> str:
         """Append rubbish."""
-        path = self.file()
-        with path.open("ab") as file:
+        with self.slab.open("ab") as file:
             file.write(self.rng.randbytes(self.rng.choice([1, 4096, 100_000])))
-        return f"grow {path.name}"
+        return "grow"
 
     def mix(self) -> str:
-        """Old files over new ones: an old index over a new slab, an old slab under a new index, an old log."""
-        names = self.rng.choice([_FILES[1:], _FILES[:1], _FILES[1:2], _FILES[2:3]])
-        for name in names:
-            with suppress(FileNotFoundError):
-                _overwrite(self.directory / name, (self.old / name).read_bytes())
-        return f"old {' '.join(names)}"
+        """Old bytes over new ones: an old index over new pages, old pages under a new index, an old slab, any part."""
+        old, size = (self.old / SLAB).read_bytes(), GEOMETRY.file_bytes
+        parts = [(0, GEOMETRY.data_at), (GEOMETRY.data_at, size), (0, size), (8192, 12288)]
+        parts += [(GEOMETRY.records_at, GEOMETRY.uses_at), (self.rng.randrange(size), size)]
+        start, end = self.rng.choice(parts)
+        with self.slab.open("r+b") as file:
+            file.seek(start)
+            file.write(old[start:end])
+        return "mix"
 
     def lie(self) -> str:
-        """Write a sound index that says what is not so: an index is a hint, its content is never trusted."""
-        live = "(SELECT slot FROM slots WHERE state = 2 ORDER BY RANDOM() LIMIT 1)"
-        statement = self.rng.choice(_LIES).replace("SOME", live)
-        connection = sqlite3.connect(self.directory / INDEX, timeout=5, isolation_level=None)
+        """Write sound records that say what is not so: an index is a hint, its content is never trusted."""
+        fd = os.open(self.slab, os.O_RDWR)
+        header = read_slab_header(fd, self.slab)
+        if header is None:
+            os.close(fd)
+            return "lie"
+        slab = Slab(self.slab, fd, header, mapped=False)
         try:
-            with suppress(sqlite3.Error):  # some lies are against the schema
-                connection.execute(statement)
+            table = Table(slab)
+            live = list(live_records(table))
+            for number, record in self.rng.sample(live, min(len(live), self.rng.choice([1, 1, 8, len(live)]))):
+                other = self.rng.choice(live)
+                table.set_record(number, self.rng.choice(_LIES)(record, other[1]))
+                if self.rng.random() < 0.2:
+                    table.set_use(number, Use(self.rng.choice([1e300, -1e300, float("nan")]), float("inf"), 1 << 63))
+            if self.rng.random() < 0.3:
+                table.set_newest(self.rng.choice([0, 1, 1 << 40, (1 << 64) - 2]))
+            if self.rng.random() < 0.1:
+                table.set_extent(self.rng.randrange(GEOMETRY.num_extents), self.rng.choice([0, 4096, 16384, 32768]))
+            if self.rng.random() < 0.3:
+                table.set_busy(7)
         finally:
-            connection.close()
+            slab.close()
         return "lie"
 
 
-_LIES: Final = (
-    "UPDATE slots SET num_bytes = num_bytes + 1 WHERE slot = SOME",
-    "UPDATE slots SET num_bytes = 4096 WHERE state = 2",
-    "UPDATE slots SET slot = 0 WHERE slot = SOME",
-    "UPDATE slots SET slot = slot + 1 WHERE slot = SOME",
-    "UPDATE slots SET slot = -slot WHERE slot = SOME",
-    "UPDATE slots SET slot = slot + 1000000 WHERE slot = SOME",
-    "UPDATE slots SET state = 0 WHERE state = 2",
-    "UPDATE slots SET state = 0 WHERE slot = SOME",
-    "UPDATE slots SET state = 1, owner = 77 WHERE slot = SOME",
-    "UPDATE slots SET parent = name WHERE slot = SOME",
-    "UPDATE slots SET parent = (SELECT name FROM slots WHERE slot = SOME) WHERE slot = SOME",
-    "UPDATE slots SET name = randomblob(40) WHERE slot = SOME",
-    "UPDATE slots SET name = randomblob(3) WHERE slot = SOME",
-    "UPDATE slots SET name = NULL WHERE slot = SOME",
-    "UPDATE slots SET slot_bytes = 4096 WHERE slot = SOME",
-    "UPDATE slots SET generation = generation + 1 WHERE slot = SOME",
-    "UPDATE slots SET priority = -1e300, used_s = 1e300, hits = -5, depth = -7 WHERE state = 2",
-    "UPDATE slots SET family = 99 WHERE state = 2",
-    "UPDATE slots SET expires_ms = 1 WHERE state = 2",
-    "UPDATE extents SET slot_bytes = slot_bytes * 2",
-    "DELETE FROM extents",
-    "DELETE FROM families",
-    "DELETE FROM owners",
-    "DELETE FROM meta",
-    "DELETE FROM log",
-    "DELETE FROM slots WHERE slot = SOME",
-    "INSERT INTO log SELECT MAX(seq) + 1000000, 5 FROM log",
-    "INSERT INTO slots(slot, slot_bytes, state, generation, owner) SELECT slot + 1, slot_bytes, 0, 0, 0 FROM slots "
-    "WHERE slot = SOME",
-    "DROP TABLE slots",
-    "DROP INDEX live_name",
+def _some_name(record: Record, other: Record) -> Record:
+    return record._replace(name=PageName(bytes(reversed(record.name))))
+
+
+_LIES: Final[tuple[Callable[[Record, Record], Record], ...]] = (
+    lambda record, other: record._replace(num_bytes=record.num_bytes + 1),
+    lambda record, other: record._replace(num_bytes=4096),
+    lambda record, other: record._replace(num_bytes=1 << 40),
+    lambda record, other: record._replace(slot_bytes=4096),
+    lambda record, other: record._replace(slot_bytes=0),
+    lambda record, other: record._replace(slot_bytes=1 << 62),
+    lambda record, other: record._replace(state=0),
+    lambda record, other: record._replace(state=1, owner=77),
+    lambda record, other: record._replace(state=1, owner=1 << 31),
+    lambda record, other: record._replace(state=9),
+    lambda record, other: record._replace(generation=record.generation + 1),
+    lambda record, other: record._replace(generation=(1 << 64) - 1),
+    lambda record, other: record._replace(parent=record.name),
+    lambda record, other: record._replace(parent=other.name),
+    lambda record, other: record._replace(name=other.name),
+    lambda record, other: record._replace(depth=(1 << 32) - 1),
+    lambda record, other: record._replace(depth=0),
+    lambda record, other: record._replace(expires_ms=1),
+    lambda record, other: record._replace(identity=bytes(32), tenant=bytes(16)),
+    lambda record, other: other,
+    _some_name,
 )
 
 

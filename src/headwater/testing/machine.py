@@ -204,7 +204,7 @@ class LocalStoreMachine(RuleBasedStateMachine):
 class TightStoreMachine(LocalStoreMachine):
     """Tight: pages are evicted, so the model says what may be there."""
 
-    planes = (100_000, 7)  # 32 slots for 48 pages, of which up to 24 may be reserved
+    planes = (200_000, 7)  # 32 slots for 48 pages, of which up to 24 may be reserved
 
     def check_put(self, ref: Ref, status: str) -> None:
         """Held, unless the call and what is reserved come near the whole store."""

@@ -15,8 +15,7 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.storage.base import Deadline, GetStatus, Reservation
-from headwater.storage.local import LocalStore
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_page
 
@@ -135,7 +134,7 @@ class _Server:
         return self._store.validate(deadline=Deadline.after(20))
 
     def slots(self) -> dict[int, int]:
-        return self._store.slots(deadline=Deadline.after(20))
+        return self._store.slots()
 
     def pages(self, refs: list[Ref]) -> list[SamplePage]:
         return [sample_page(chain, depth, plane_bytes=self.planes) for chain, depth in refs]

@@ -29,7 +29,7 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig, SaveWhen, TierConfig
 from headwater.core.errors import HeadwaterError
 from headwater.storage.base import Deadline
-from headwater.storage.database import RESERVED
+from headwater.storage.local.table import RecordState
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.testing.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
@@ -231,7 +231,7 @@ def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int =
             _read(child, report)
     with open_local(LocalStoreConfig(directory=directory)) as store:
         report.store_problems += store.validate(deadline=Deadline.after(10))
-        reserved = store.slots(deadline=Deadline.after(10)).get(RESERVED, 0)
+        reserved = store.slots().get(RecordState.RESERVED, 0)
         if reserved:
             report.store_problems.append(f"{reserved} slots are still reserved")
     return report

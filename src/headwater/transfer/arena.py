@@ -19,7 +19,7 @@ import torch
 
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
-from headwater.storage.directory import available_memory
+from headwater.storage.local.directory import available_memory
 from headwater.transfer.cuda import Pin, pin
 
 PAGE_ALIGNMENT: Final = 4096

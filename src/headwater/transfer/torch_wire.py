@@ -143,6 +143,6 @@ class TorchWire:
                 source, target = (block, payload) if self._direction is Direction.OUT else (payload, block)
                 target[:] = source  # numpy lets other threads run meanwhile
                 if self._digests:
-                    found[i, plane - first] = plane_digest(target.data)  # of the copy, while it is hot
+                    found[i, plane - first] = plane_digest(block.data)  # ours alone (rule 4), and hot
                 at += size
         return found if self._digests else None

@@ -28,8 +28,8 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage import directory
 from headwater.storage.base import SYSTEM_CLOCK, Registering, Store
+from headwater.storage.local import directory
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
 from headwater.transfer.worker import Worker

@@ -16,12 +16,12 @@ from typing import Any, Final
 from headwater.core.errors import InvalidInput, StoreUnavailable
 from headwater.core.page import PageName
 from headwater.layout.frame import ALIGNMENT, Fault, verify
-from headwater.storage import directory
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus
-from headwater.storage.database import FREE, LIVE, RESERVED
-from headwater.storage.families import FamilyUse
-from headwater.storage.local import LocalStore
-from headwater.storage.slab import Progress
+from headwater.storage.local import directory
+from headwater.storage.local.families import FamilyUse
+from headwater.storage.local.slab import Progress
+from headwater.storage.local.store import LocalStore
+from headwater.storage.local.table import RecordState
 
 NO_TENANT: Final = "-"
 _BATCH_PAGES: Final = 256
@@ -116,20 +116,20 @@ class Checked:
 
 def require_store(path: Path) -> None:
     """Raise StoreUnavailable where there is no store. Creates nothing."""
-    if not (path / directory.SLAB).is_file():
+    if not directory.has_slab(path):
         raise StoreUnavailable(f"no store in {path}")
 
 
 def survey(store: LocalStore) -> Survey:
-    """Count what is in the store. Blocks for the index; raises StoreBusy if it stays locked."""
-    families = store.usage(deadline=Deadline.after(_CALL_S))
-    slots = store.slots(deadline=Deadline.after(_CALL_S))
+    """Count what is in the store."""
+    families = store.usage()
+    slots = store.slots()
     return Survey(
         directory=store.config.directory,
         limit_bytes=store.limit_bytes,
-        num_free=slots.get(FREE, 0),
-        num_reserved=slots.get(RESERVED, 0),
-        num_live=slots.get(LIVE, 0),
+        num_free=slots.get(RecordState.FREE, 0),
+        num_reserved=slots.get(RecordState.RESERVED, 0),
+        num_live=slots.get(RecordState.LIVE, 0),
         families=tuple(families),
     )
 
@@ -167,7 +167,7 @@ def purge(store: LocalStore, families: Sequence[FamilyUse], *, progress: Progres
 
 def check(store: LocalStore, *, remove: bool = False, progress: Progress | None = None) -> Checked:
     """Read every page and verify it; with `remove`, throw bad ones out with all that builds on them. Blocks."""
-    families = store.usage(deadline=Deadline.after(_CALL_S))
+    families = store.usage()
     names = [(name, family) for family in families for name in _names(store, family)]
     bad: list[BadPage] = []
     found: Counter[str] = Counter()
@@ -223,7 +223,7 @@ def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: mem
 
 
 def _names(store: LocalStore, family: FamilyUse) -> list[PageName]:
-    return store.names(deadline=Deadline.after(_CALL_S), identity=family.identity, tenant=family.tenant)
+    return store.names(identity=family.identity, tenant=family.tenant)
 
 
 def _delete(store: LocalStore, names: Sequence[PageName]) -> int:

@@ -1,42 +1,78 @@
 """LocalStore: the embedded default, on tmpfs (the host tier of a node) or on disk, shared by several processes.
 
-A slab of slots (`slab.py`), an index of names (`catalog.py`), a directory with locks (`directory.py`, `attach.py`), and
-an allocator that makes room within the directory's byte limit (`allocator.py`).
+One file: a slab of slots (`slab.py`), an index of names in it (`table.py`, `catalog.py`), locks on it (`locks.py`), and
+an allocator that makes room within its fixed size (`allocator.py`).
 
-Order of a write: unpublish the victim (commit), wipe, payload, header, publish (commit). Order of a read: copy, then
-look whether the slot still holds what was copied. There is no lock between processes around bytes: a lost race is a
-miss.
+Order of a write: unpublish the victim, wipe, payload, header, publish. Order of a read: copy, then look whether the
+slot still holds what was copied. Reading takes no lock between processes: a lost race is a miss. Who is stopped while
+it changes the index costs others their changes, until their deadlines.
 
-Damage found under way (a cut slab, an unreadable index) turns the store off: calls answer FAILED or MISS at once, the
-reason stands in `down`, and `revive` comes in again, which rebuilds when no other process is inside.
+Damage found under way (a cut slab, one that was removed or replaced) turns the store off: calls answer FAILED or MISS
+at once, the reason stands in `down`, and `revive` comes in again, which repairs when no other process is inside.
 """
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import ClassVar, Final, TypeVar
 
 from headwater.config import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
-from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, Fault, Header, claims, parse
 from headwater.metrics import Metrics
-from headwater.storage.allocator import Allocator
-from headwater.storage.attach import attach, index_share
-from headwater.storage.attachment import Attachment
+from headwater.policy import LeafOrder
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.catalog import Catalog
-from headwater.storage.database import CatalogBusy, CatalogFull
-from headwater.storage.families import FamilyUse, PagePath
-from headwater.storage.mirror import Slot
-from headwater.storage.slab import Progress
+from headwater.storage.local import families
+from headwater.storage.local.allocator import STEP_PAGES, Allocator
+from headwater.storage.local.attach import attach
+from headwater.storage.local.attachment import Attachment, IndexLocked
+from headwater.storage.local.families import FamilyUse, PagePath
+from headwater.storage.local.mirror import Slot
+from headwater.storage.local.slab import Progress, Slab
 
 _BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
 _TOUCHES_KEPT: Final = 1024
 _TOUCH_INTERVAL_S: Final = 1.0
+_GLANCE_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
 
 T = TypeVar("T")
+
+
+class Removal:
+    """Pages on their way out, what builds on them first, in steps that are changes of their own."""
+
+    def __init__(self, at: Attachment, names: Sequence[PageName]) -> None:
+        self.begun = False
+        self._at = at
+        self._names = names
+        self._there: list[bool] = []
+        self._order: LeafOrder[PageName] | None = None
+        self._doomed: Iterator[PageName] = iter(())
+
+    def begin(self) -> None:
+        """See what is there."""
+        self._at.catalog.retire_dead(self._at.owner)  # one of them may have left a page behind that it never published
+        self._there = self._at.catalog.mirror.has_all(self._names)
+        self.begun = True
+
+    def go_on(self) -> bool:
+        """Remove some pages. Whether there may be more."""
+        order = self._at.catalog.mirror.order
+        if order is not self._order:  # at first, and where everything had to be read again
+            self._order, self._doomed = order, order.leaves_first(self._names)
+        batch = list(islice(self._doomed, STEP_PAGES))
+        self._at.catalog.remove(batch, self._at.owner)
+        return bool(batch)
+
+    def results(self) -> list[DeleteStatus]:
+        """What became of each page that was to go."""
+        held = self._at.catalog.mirror.has_all(self._names)
+        return [
+            DeleteStatus.ABSENT if not was else DeleteStatus.LATE if is_ else DeleteStatus.REMOVED
+            for was, is_ in zip(self._there, held, strict=True)
+        ]
 
 
 class LocalStore(Store):
@@ -63,11 +99,18 @@ class LocalStore(Store):
         self._allocator = Allocator(self.metrics, clock)
         self._touched_at_s = clock.monotonic()
         self.down: StoreError | None = None
+        self._last_slab: Slab | None = None  # the one that turned out to be damaged
         self._attachment: Attachment | None = self._attach(progress)
 
     def _attach(self, progress: Progress | None = None) -> Attachment:
-        deadline = Deadline.after(self.config.open_timeout_s)
-        return attach(self.config, metrics=self.metrics, clock=self._clock, deadline=deadline, progress=progress)
+        return attach(
+            self.config,
+            metrics=self.metrics,
+            clock=self._clock,
+            deadline=Deadline.after(self.config.open_timeout_s),
+            progress=progress,
+            known=self._last_slab,
+        )
 
     # --- the store interface ------------------------------------------------------------------------------------------
 
@@ -95,7 +138,7 @@ class LocalStore(Store):
     def _put_batch(
         self, at: Attachment, pages: Sequence[tuple[memoryview, Header]], deadline: Deadline
     ) -> list[PutStatus]:
-        taken = self._take_slots(at, [(header.meta, header.frame_bytes) for _, header in pages], deadline)
+        taken = self._allocator.take(at, [(header.meta, header.frame_bytes) for _, header in pages], deadline)
         results = [PutStatus.LATE if isinstance(one, Slot) else one for one in taken]
         slots = [(i, one) for i, one in enumerate(taken) if isinstance(one, Slot)]
         written: list[tuple[int, Slot]] = []
@@ -106,9 +149,9 @@ class LocalStore(Store):
                 frame, header = pages[i]
                 at.slab.write_frame(slot.offset, frame, header.header_bytes)
                 written.append((i, slot))
-            if self.config.durability is Durability.POWER and written:
-                at.slab.sync()
+            self._sync(at, written)
             statuses = self._publish(at, [(slot, pages[i][1]) for i, slot in written], deadline)
+            self._sync(at, written)
         except BaseException:
             at.give_back([slot for _, slot in slots], deadline)
             raise
@@ -128,10 +171,15 @@ class LocalStore(Store):
                 results[i] = self._get(at, name, buffer, deadline)
                 if results[i] is GetStatus.HIT:
                     self._touch(at, name)
-            self._flush_touches(at, deadline)
+            self._flush_touches(at)
 
         self._run(work, None)
         return results
+
+    def _sync(self, at: Attachment, written: Sequence[object]) -> None:
+        """Pages before their records, records before the answer: where the store is to survive a power cut."""
+        if written and self.config.durability is Durability.POWER:
+            at.slab.sync()
 
     def _get(self, at: Attachment, name: PageName, buffer: memoryview, deadline: Deadline) -> GetStatus:
         for _ in range(2):  # once more if another process moved the page under us
@@ -146,10 +194,10 @@ class LocalStore(Store):
                 return GetStatus.SHORT
             if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
                 return GetStatus.HIT
-            if not at.refresh(deadline, force=True):
-                return GetStatus.LATE
-            if at.catalog.mirror.places.get(name) == place:
+            if at.catalog.stands_by(place):
                 return GetStatus.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
+            if not at.refresh(deadline):
+                return GetStatus.LATE
         return GetStatus.MISS
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
@@ -163,51 +211,59 @@ class LocalStore(Store):
         return nothing if deadline.expired else self._run(work, nothing)
 
     def glance(self, names: Sequence[PageName]) -> list[bool] | None:
-        """What `contains` would say, where nobody changed the index since we looked; otherwise None. Memory only."""
+        """What `contains` would say, where others changed little since we looked; otherwise None. Never waits."""
 
         def work(at: Attachment) -> list[bool] | None:
-            mirror = at.catalog.mirror
-            return mirror.has_all(names) if at.slab.mark() == mirror.seq else None
+            return at.catalog.mirror.has_all(names) if at.refresh_now(_GLANCE_CHANGES) else None
 
         return self._run(work, None)
 
     def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
-        """Remove pages and what builds on them, and wipe them, so that no rebuild brings them back."""
+        """Remove pages and what builds on them, and wipe them, so that no rebuild brings them back.
 
-        def work(at: Attachment) -> list[DeleteStatus]:
-            def unpublish() -> tuple[list[Slot], list[bool]]:
-                at.retire_dead()  # one of them may have left a whole page behind that it never published
-                there = at.catalog.mirror.has_all(names)
-                return at.catalog.take_pages(names, at.owner), there
+        What builds on a page goes first. So one that is LATE is still there, with fewer that build on it.
+        """
+        results = [DeleteStatus.FAILED] * len(names)
 
-            if at.log_too_long(self._log_share(at) * 2, deadline):
-                return [DeleteStatus.LATE] * len(names)
+        def work(at: Attachment) -> None:
+            results[:] = [DeleteStatus.LATE] * len(names)
+            removal = Removal(at, names)
             try:
-                slots, there = at.transact(unpublish, deadline)
-            except (CatalogBusy, CatalogFull):
-                return [DeleteStatus.LATE] * len(names)
-            at.give_back(slots, deadline)
-            return [DeleteStatus.REMOVED if was else DeleteStatus.ABSENT for was in there]
+                at.transact(removal.begin, deadline)
+                while at.transact(removal.go_on, deadline):
+                    pass
+            except IndexLocked:
+                pass
+            if removal.begun:
+                self._sync(at, names)
+                results[:] = removal.results()
 
-        return self._run(work, [DeleteStatus.FAILED] * len(names))
+        self._run(work, None)
+        return results
 
     def close(self) -> None:
-        """Leave the directory. Reservations that are out keep the place in it until they are given back."""
+        """Leave the directory. Reservations that are out keep the place in it until they are given back.
+
+        In a child of a fork nothing happens: the store is the parent's, and so are its locks.
+        """
+        if self._pid != os.getpid():
+            return
         with self._state:
             if self._closed:
                 return
             self._closed = True
             at, self._attachment = self._attachment, None
-        if at is not None and self._pid == os.getpid():
+        if at is not None:
             at.retire()
 
     # --- beyond the interface -----------------------------------------------------------------------------------------
 
     def revive(self) -> bool:
-        """Come in again after damage; rebuilds if no other process is inside. Blocks. True if the store is up.
+        """Come in again after damage; repairs if no other process is inside. Blocks. True if the store is up.
 
         Other threads' calls go on answering FAILED or MISS meanwhile.
         """
+        self._require_same_process()
         with self._reviving:
             with self._state:
                 if self._closed:
@@ -233,38 +289,27 @@ class LocalStore(Store):
 
     def label(self, identity: bytes, tenant: bytes, text: str, *, deadline: Deadline) -> None:
         """Give an identity a name for people, shown by `headwater ls`. Raises StoreError."""
-        self._answer(lambda at: at.transact(lambda: at.catalog.families.label(identity, tenant, text), deadline))
+        self._answer(lambda at: at.transact(lambda: at.catalog.table.set_label(identity, tenant, text), deadline))
 
-    def usage(self, *, deadline: Deadline) -> list[FamilyUse]:
+    def usage(self) -> list[FamilyUse]:
         """What each identity and tenant keep here, largest first. Raises StoreError."""
-        return self._ask(lambda catalog: catalog.families.usage(), deadline)
+        return self._answer(lambda at: families.usage(at.catalog.table))
 
-    def names(
-        self, *, deadline: Deadline, identity: bytes | None = None, tenant: bytes | None = None
-    ) -> list[PageName]:
+    def names(self, *, identity: bytes | None = None, tenant: bytes | None = None) -> list[PageName]:
         """The pages of an identity, a tenant, both, or all. Raises StoreError."""
-        return self._ask(lambda catalog: catalog.families.names(identity, tenant), deadline)
+        return self._answer(lambda at: families.names(at.catalog.table, identity, tenant))
 
-    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot, from behind a slot on. Raises StoreError."""
-        return self._ask(
-            lambda catalog: catalog.families.paths(identity, num_tokens, after=after, limit=limit), deadline
-        )
+        return self._answer(lambda at: families.paths(at.catalog.table, identity, num_tokens, after=after, limit=limit))
 
-    def slots(self, *, deadline: Deadline) -> dict[int, int]:
-        """How many slots are free, reserved and live (`database.py` names the states). Raises StoreError."""
-        return self._ask(Catalog.counts, deadline)
+    def slots(self) -> dict[int, int]:
+        """How many slots are free, reserved and live (`table.py` names the states). Raises StoreError."""
+        return self._answer(lambda at: families.counts(at.catalog.table))
 
     def validate(self, *, deadline: Deadline) -> list[str]:
-        """What contradicts itself in index and slab, in words; nothing in a sound store. Verifies no page. Raises."""
-
-        def examine(at: Attachment) -> list[str]:
-            geometry, classes = at.slab.geometry, at.catalog.slot_classes()
-            wrong = [i for i in range(geometry.num_extents) if at.slab.extent_slot_bytes(i) != classes.get(i, 0)]
-            found = at.catalog.problems(geometry)
-            return found + [f"slab and index disagree about extent {extent}" for extent in wrong]
-
-        return self._answer(lambda at: at.ask(lambda: examine(at), deadline))
+        """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
+        return self._answer(lambda at: at.transact(at.catalog.problems, deadline))
 
     def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> GetStatus:
         """Copy one frame out as `get_into` does, without counting it as a use."""
@@ -278,21 +323,9 @@ class LocalStore(Store):
     @property
     def limit_bytes(self) -> int:
         """The directory's byte limit; 0 while the store is down."""
-        return self._run(lambda at: at.slab.geometry.limit_bytes, 0)
+        return self._run(lambda at: at.slab.header.limit_bytes, 0)
 
     # --- slots --------------------------------------------------------------------------------------------------------
-
-    def _take_slots(
-        self, at: Attachment, pages: Sequence[tuple[PageMeta, int]], deadline: Deadline
-    ) -> list[Slot | PutStatus]:
-        if at.log_too_long(self._log_share(at), deadline):
-            self.metrics.count("local_log_full_total", medium=at.slab.medium)
-            return [PutStatus.NO_ROOM] * len(pages)
-        return self._allocator.take(at, pages, deadline)
-
-    def _log_share(self, at: Attachment) -> int:
-        """How long SQLite's log may get before it takes no more pages; deletions may double that."""
-        return index_share(at.slab.geometry.limit_bytes) // 2
 
     def _publish(self, at: Attachment, written: Sequence[tuple[Slot, Header]], deadline: Deadline) -> list[PutStatus]:
         """Make written frames visible; slots of those that are not to be seen are wiped and given back."""
@@ -300,17 +333,13 @@ class LocalStore(Store):
             return []
 
         def publish() -> list[PutStatus]:
-            statuses = at.catalog.publish(written, at.owner, now_s=self._clock.time())
-            ours = [PutStatus.EXISTS, PutStatus.NO_PARENT]  # FAILED: the slot is not ours any more
-            lost = [slot for (slot, _), status in zip(written, statuses, strict=True) if status in ours]
-            for slot in lost:
-                at.wipe(slot)
-            at.catalog.give_back(lost, at.owner)
+            statuses = at.catalog.publish(written, at.owner)
+            at.catalog.give_back([slot for slot, _ in written], at.owner)  # those that were not published
             return statuses
 
         try:
             return at.transact(publish, deadline)
-        except (CatalogBusy, CatalogFull):
+        except IndexLocked:
             at.give_back([slot for slot, _ in written], deadline)
             return [PutStatus.LATE] * len(written)
 
@@ -319,24 +348,16 @@ class LocalStore(Store):
     def _touch(self, at: Attachment, name: PageName) -> None:
         place = at.catalog.mirror.places.get(name)
         if place is not None:
-            at.catalog.touch(place, self._clock.time())
+            at.catalog.touch(place)
 
-    def _flush_touches(self, at: Attachment, deadline: Deadline) -> None:
-        """Write recency in batches; never wait for it, and never let it grow SQLite's log."""
+    def _flush_touches(self, at: Attachment) -> None:
+        """Write recency in batches; never wait for it."""
         now_s = self._clock.monotonic()
-        if at.catalog.num_touched < _TOUCHES_KEPT and now_s - self._touched_at_s < _TOUCH_INTERVAL_S:
-            return
-        self._touched_at_s = now_s
-        soon = Deadline.after(0.001)
-        if deadline.expired or at.log_too_long(self._log_share(at), soon):
-            return
-        with contextlib.suppress(CatalogBusy, CatalogFull):
-            at.transact(at.catalog.write_touches, soon)
+        if at.catalog.num_touched >= _TOUCHES_KEPT or now_s - self._touched_at_s >= _TOUCH_INTERVAL_S:
+            self._touched_at_s = now_s
+            at.write_touches()
 
     # --- coming and going ---------------------------------------------------------------------------------------------
-
-    def _ask(self, question: Callable[[Catalog], T], deadline: Deadline) -> T:
-        return self._answer(lambda at: at.ask(lambda: question(at.catalog), deadline))
 
     def _answer(self, work: Callable[[Attachment], T]) -> T:
         """A person's question, which wants an answer or an error. Raises StoreBusy where the index stays locked."""
@@ -345,7 +366,7 @@ class LocalStore(Store):
         def keep(at: Attachment) -> None:
             try:
                 answer.append(work(at))
-            except (CatalogBusy, CatalogFull) as error:
+            except IndexLocked as error:
                 message = f"the index of {self.config.directory} stays locked by another process; try again later"
                 raise StoreBusy(message) from error
 
@@ -385,6 +406,7 @@ class LocalStore(Store):
             if self._attachment is not at:
                 return
             self._attachment = None
+            self._last_slab = at.slab
             self.down = error
         self.metrics.event("local_down", directory=str(self.config.directory), reason=str(error))
         at.retire(damaged=True)

@@ -7,13 +7,21 @@ so that no other process is given the slot while a copy may still be writing to 
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
-from headwater.storage.attachment import Attachment
 from headwater.storage.base import Addressable, Borrow, Deadline, GetStatus, PutStatus, Reservation
-from headwater.storage.local import LocalStore
-from headwater.storage.mirror import Slot
+from headwater.storage.local.attachment import Attachment
+from headwater.storage.local.mirror import Slot
+from headwater.storage.local.store import LocalStore
+
+
+class _Lease(NamedTuple):
+    """What keeps a slot ours: who lent it, and which one."""
+
+    at: Attachment
+    slot: Slot
 
 
 class MappedStore(LocalStore, Addressable):
@@ -28,7 +36,7 @@ class MappedStore(LocalStore, Addressable):
         results: list[Reservation | PutStatus] = [PutStatus.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
-            for i, taken in enumerate(self._take_slots(at, pages, deadline)):
+            for i, taken in enumerate(self._allocator.take(at, pages, deadline)):
                 if isinstance(taken, PutStatus):
                     results[i] = taken
                 else:
@@ -36,7 +44,7 @@ class MappedStore(LocalStore, Addressable):
                     at.lend(taken, meta.name)
                     at.wipe(taken)
                     results[i] = Reservation(
-                        meta, at.slab.view(taken.offset, num_bytes), taken.slot, taken.generation, at
+                        meta, at.slab.view(taken.offset, num_bytes), taken.number, taken.generation, _Lease(at, taken)
                     )
 
         self._run(work, None)
@@ -85,7 +93,6 @@ class MappedStore(LocalStore, Addressable):
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all(names)):
                 at.refresh(deadline)
-            now_s = self._clock.time()
             for i, name in enumerate(names):
                 place = at.catalog.mirror.places.get(name)
                 if place is None:
@@ -93,16 +100,12 @@ class MappedStore(LocalStore, Addressable):
                     continue
                 view = at.slab.view(place.offset, place.num_bytes).toreadonly()
                 stamp = bytes(view[:PREFIX_BYTES])
-                if not claims(memoryview(stamp), name):  # moved, or damaged: the index knows
-                    if not at.refresh(deadline, force=True):
-                        results[i] = GetStatus.LATE
-                        continue
-                    if at.catalog.mirror.places.get(name) != place:
-                        results[i] = GetStatus.MISS
-                        continue
-                at.catalog.touch(place, now_s)
-                results[i] = Borrow(name, view, place.slot, stamp)
-            self._flush_touches(at, deadline)
+                if not claims(memoryview(stamp), name) and not at.catalog.stands_by(place):
+                    results[i] = GetStatus.MISS  # moved; where the index stands by it, its verifier will say
+                    continue
+                at.catalog.touch(place)
+                results[i] = Borrow(name, view, place.number, stamp)
+            self._flush_touches(at)
 
         self._run(work, None)
         return results
@@ -120,7 +123,7 @@ def _still_out(reservations: Sequence[Reservation]) -> list[tuple[Attachment, li
     """Reservations that were not consumed before, with their index, by the attachment that lent them."""
     groups: dict[Attachment, list[tuple[int, Slot]]] = {}
     for i, reservation in enumerate(reservations):
-        at, slot = reservation.lease, Slot(reservation.slot, reservation.generation)
-        if isinstance(at, Attachment) and at.take_back(slot):
-            groups.setdefault(at, []).append((i, slot))
+        lease = reservation.lease
+        if isinstance(lease, _Lease) and lease.at.take_back(lease.slot):
+            groups.setdefault(lease.at, []).append((i, lease.slot))
     return list(groups.items())

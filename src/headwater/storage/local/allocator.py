@@ -1,25 +1,27 @@
 """Finding slots for new pages: what is free first, then what costs others least.
 
-In one transaction: free slots, unused extents, slots of dead owners, then victims in the order of the policy. Pages
-whose time is over, and extents that are taken from another page size, need a second one: they are unpublished, and
-only after that is committed are they wiped and cut anew, because until then somebody may be reading them.
+Under the index's lock: expired pages go; then free slots, unused extents, slots of dead owners, and victims in the
+order of the policy. An extent that is taken from another page size is emptied in steps, each a change of its own, so
+that nobody waits long for the lock and no deadline is overrun; it is cut anew when all of it is ours.
 
 Invariants: a slot that is free holds no valid header; at most one extent changes hands in a call; what the caller's
 pages build on, and what it asks for, is never the victim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
 
-from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage.attachment import Attachment
 from headwater.storage.base import Clock, Deadline, PutStatus
-from headwater.storage.database import CatalogBusy, CatalogFull
-from headwater.storage.mirror import Slot
-from headwater.storage.slab import sectors
+from headwater.storage.local.attachment import Attachment, IndexLocked
+from headwater.storage.local.geometry import sectors
+from headwater.storage.local.mirror import Slot
+
+STEP_PAGES: Final = 256  # removed under one lock
 
 
 @dataclass
@@ -29,8 +31,10 @@ class _Search:
     pages: Sequence[tuple[PageMeta, int]]
     results: list[Slot | PutStatus]
     spare: frozenset[PageName]
-    emptied: list[Slot] = field(default_factory=list)  # unpublished, ours, to be wiped
-    extent: tuple[int, int] | None = None  # to be cut into slots of this size
+    extent: int | None = None  # to be cut anew, for
+    slot_bytes: int = 0  # slots of this size
+    doomed: Iterator[PageName] = field(default_factory=lambda: iter(()))  # its pages, and what builds on them
+    emptied: list[Slot] = field(default_factory=list)  # its slots, ours
 
     def wanted(self) -> dict[int, list[int]]:
         """Indices of pages without a slot, by slot size."""
@@ -55,30 +59,22 @@ class Allocator:
         search = _Search(pages, [PutStatus.NO_ROOM] * len(pages), names)
         try:
             at.transact(lambda: self._first(at, search), deadline)
-        except CatalogBusy:
+        except IndexLocked:
             return [PutStatus.LATE] * len(pages)
-        except CatalogFull:
-            return [PutStatus.NO_ROOM] * len(pages)
-        if search.emptied or search.extent is not None:
-            for slot in search.emptied:
-                at.wipe(slot)
-            try:
-                at.transact(lambda: self._second(at, search), deadline)
-            except (CatalogBusy, CatalogFull):
-                at.give_back(search.emptied, deadline)
+        if search.extent is not None:
+            self._change_hands(at, search, deadline)
         return search.results
 
     def _first(self, at: Attachment, search: _Search) -> None:
-        catalog, now_s = at.catalog, self._clock.time()
+        catalog = at.catalog
         catalog.write_touches()
-        expired = catalog.expired(int(now_s * 1000))
-        if expired:
-            search.emptied += catalog.take_pages(expired, at.owner)
+        over = catalog.expired(int(catalog.now_s() * 1000))
+        catalog.remove(islice(catalog.mirror.order.leaves_first(over), STEP_PAGES), at.owner)
         coming: set[PageName] = set()
         for i, (meta, frame_bytes) in enumerate(search.pages):
             place = catalog.mirror.places.get(meta.name)
             if place is not None:
-                catalog.touch(place, now_s)
+                catalog.touch(place)
                 search.results[i] = PutStatus.EXISTS
             elif frame_bytes < 1 or not at.slab.geometry.slots_in_extent(sectors(frame_bytes)):
                 search.results[i] = PutStatus.REFUSED
@@ -93,15 +89,35 @@ class Allocator:
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=False)
 
+    def _change_hands(self, at: Attachment, search: _Search, deadline: Deadline) -> None:
+        """Empty the extent that was chosen, cut it anew, and go on with what is still wanted; or give it up."""
+        try:
+            while at.transact(lambda: self._empty_more(at, search), deadline):
+                pass
+            for slot in search.emptied:
+                at.wipe(slot)
+            at.transact(lambda: self._second(at, search), deadline)
+        except IndexLocked:
+            at.give_back(search.emptied, deadline)
+
+    def _empty_more(self, at: Attachment, search: _Search) -> bool:
+        """Unpublish some of what has to go. Whether there may be more."""
+        batch = list(islice(search.doomed, STEP_PAGES))
+        if any(name in search.spare for name in batch):
+            search.extent = None
+            return False
+        self._metrics.count("local_evicted_pages_total", len(batch), medium=at.slab.medium)
+        search.emptied += at.catalog.take_pages(batch, at.owner)
+        return bool(batch)
+
     def _second(self, at: Attachment, search: _Search) -> None:
         """Cut the emptied extent, give the other emptied slots back, and go on with what is still wanted."""
-        geometry, catalog = at.slab.geometry, at.catalog
+        catalog, extent = at.catalog, search.extent
+        if extent is not None and catalog.is_ours(extent, at.owner):
+            inside = [slot for slot in search.emptied if catalog.geometry.extent_of(slot.number) == extent]
+            search.emptied = [slot for slot in search.emptied if slot not in frozenset(inside)]
+            catalog.cut(extent, search.slot_bytes)
         catalog.give_back(search.emptied, at.owner)
-        if search.extent is not None:
-            extent, slot_bytes = search.extent
-            catalog.uncut(geometry, extent)
-            at.slab.set_extent_slot_bytes(extent, slot_bytes)
-            catalog.cut(geometry, extent, slot_bytes)
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=True)
 
@@ -110,49 +126,46 @@ class Allocator:
         slots = catalog.take_free(slot_bytes, owner, wanted)
         while len(slots) < wanted and self._cut_extent(at, slot_bytes):
             slots += catalog.take_free(slot_bytes, owner, wanted - len(slots))
-        if len(slots) < wanted and at.retire_dead():
+        if len(slots) < wanted and catalog.retire_dead(owner):
             slots += catalog.take_free(slot_bytes, owner, wanted - len(slots))
         short = len(slots) < wanted
-        if short and not last and (search.emptied or self._empty_extent(at, search, slot_bytes)):
+        if short and not last and self._choose_extent(at, search, slot_bytes):
             short = False  # what is being emptied for us comes before victims
         if short:
             victims = catalog.take_victims(slot_bytes, owner, wanted=wanted - len(slots), spare=search.spare)
             self._evicted += len(victims)
             self._metrics.count("local_evicted_pages_total", len(victims), medium=at.slab.medium)
             slots += victims
-        if not all(at.slab.geometry.has_slot(slot.offset, slot_bytes) for slot in slots):
-            raise StoreDamaged("the index names slots that do not exist")
         for i, slot in zip(indices, slots, strict=False):
             search.results[i] = slot
 
     def _cut_extent(self, at: Attachment, slot_bytes: int) -> bool:
         """Cut an unused extent into slots of this size."""
-        geometry = at.slab.geometry
-        used = at.catalog.slot_classes()
-        unused = next((i for i in range(geometry.num_extents) if i not in used), None)
+        used = at.catalog.mirror.classes
+        unused = next((extent for extent in range(at.slab.geometry.num_extents) if extent not in used), None)
         if unused is None:
             return False
-        at.slab.set_extent_slot_bytes(unused, slot_bytes)
-        at.catalog.cut(geometry, unused, slot_bytes)
+        at.catalog.cut(unused, slot_bytes)
         return True
 
-    def _empty_extent(self, at: Attachment, search: _Search, slot_bytes: int) -> bool:
-        """Empty an extent of another page size: when ours has no page, or when theirs is colder than our next victim.
+    def _choose_extent(self, at: Attachment, search: _Search, slot_bytes: int) -> bool:
+        """Choose an extent of another page size: when ours has no page, or when theirs is colder than our next victim.
 
-        The comparison reads every slot, so it is made once per extent's worth of evictions.
+        The comparison reads every priority, so it is made once per extent's worth of evictions.
         """
         geometry, catalog = at.slab.geometry, at.catalog
+        if search.extent is not None:  # one is enough for a call: another page size of this batch waits for victims
+            return search.slot_bytes == slot_bytes
         ours = catalog.mirror.order.lowest(slot_bytes)
-        if search.extent is not None or (ours is not None and self._evicted < geometry.slots_in_extent(slot_bytes)):
+        if ours is not None and self._evicted < geometry.slots_in_extent(slot_bytes):
             return False
         self._evicted = 0
-        coldest = catalog.coldest_extent(geometry, slot_bytes)
-        if coldest is None or (ours is not None and coldest[1] >= ours):
-            return False
-        emptied = catalog.take_extent(geometry, coldest[0], at.owner, search.spare)
-        if emptied is None:
-            return False
-        self._metrics.count("local_evicted_pages_total", len(emptied), medium=at.slab.medium)
-        search.emptied += emptied
-        search.extent = (coldest[0], slot_bytes)
-        return True
+        for worth, extent in catalog.coldest_extents(slot_bytes):
+            if ours is not None and worth >= ours:
+                return False
+            taken = catalog.take_extent(extent, at.owner)
+            if taken is not None:
+                search.extent, search.slot_bytes, search.emptied = extent, slot_bytes, taken
+                search.doomed = catalog.mirror.order.leaves_first(catalog.pages_in(extent))
+                return True
+        return False

@@ -1,0 +1,131 @@
+"""What a process believes the index to hold: pages, places, free slots and who builds on whom, in memory.
+
+A hint, as the index itself is; current while the index's lock is held, when the changes have just been read. Look-ups
+may come from any thread; changes come one at a time (`attachment.py` holds a lock).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from headwater.core.page import PageName
+from headwater.policy import LeafOrder
+from headwater.storage.local.geometry import Geometry
+
+
+class Slot(NamedTuple):
+    """A slot, and how often it was given out: what a writer holds."""
+
+    number: int
+    generation: int
+    offset: int  # in the slab
+
+
+class Place(NamedTuple):
+    """Where a page is, and the length of its frame."""
+
+    number: int
+    generation: int
+    offset: int
+    num_bytes: int
+
+
+class Page(NamedTuple):
+    """A live page as the index has it."""
+
+    name: PageName
+    parent: PageName
+    place: Place
+    slot_bytes: int
+    priority: float
+    expires_ms: int
+    depth: int
+
+
+PageRow: TypeAlias = tuple[PageName, PageName, Place, int, float, int, int]  # a Page, where there are very many
+
+
+class Mirror:
+    """Places by name. `order` holds the same pages as a forest, grouped by slot size.
+
+    `seen` is the newest change the mirror knows; -1: nothing, read it all.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.places: dict[PageName, Place] = {}
+        self.order: LeafOrder[PageName] = LeafOrder()
+        self.expiring: dict[PageName, int] = {}  # when, in ms
+        self.classes: dict[int, int] = {}  # slot size of each extent that is cut
+        self.seen = -1
+        self._geometry = geometry
+        self._names: dict[int, PageName] = {}
+        self._free: dict[int, dict[int, None]] = {}  # numbers of free slots by size, in order
+
+    def has_all(self, names: Sequence[PageName]) -> list[bool]:
+        """Which of these pages seem to be there."""
+        places = self.places
+        return [name in places for name in names]
+
+    def name_in(self, number: int) -> PageName | None:
+        """The page in a slot."""
+        return self._names.get(number)
+
+    def free_slots(self, slot_bytes: int) -> list[int]:
+        """Numbers of slots of this size that seem free."""
+        return list(self._free.get(slot_bytes, ()))
+
+    def next_free(self, slot_bytes: int) -> int | None:
+        """The number of a slot of this size that seems free; it is not offered again."""
+        free = self._free.get(slot_bytes)
+        if not free:
+            return None
+        number = next(iter(free))
+        del free[number]
+        return number
+
+    def reload(self, pages: Iterable[PageRow], free: Iterable[tuple[int, int]], classes: dict[int, int]) -> None:
+        """Replace everything; `free` are (number, slot size). What is looked up meanwhile is as old or as new."""
+        rows = list(pages)  # by position below: a hundred thousand of them
+        self._names = {row[2][0]: row[0] for row in rows}
+        self.order = LeafOrder.of((row[0], row[1], row[4], row[3]) for row in rows)
+        self.expiring = {row[0]: row[5] for row in rows if row[5]}
+        self.classes = classes
+        self._free = {}
+        for number, slot_bytes in free:
+            self._free.setdefault(slot_bytes, {})[number] = None
+        self.places = {row[0]: row[2] for row in rows}
+
+    def remember(self, page: Page) -> None:
+        """A page is live."""
+        self.places[page.name] = page.place
+        self.order.add(page.name, page.parent, page.priority, group=page.slot_bytes)
+        self._names[page.place.number] = page.name
+        if page.expires_ms:
+            self.expiring[page.name] = page.expires_ms
+
+    def remember_free(self, number: int, slot_bytes: int) -> None:
+        """A slot is free."""
+        self._free.setdefault(slot_bytes, {})[number] = None
+
+    def forget(self, number: int) -> None:
+        """A slot holds no page any more, and is not free; a page of the same name in another slot stays."""
+        free = self._free.get(self.classes.get(self._geometry.extent_of(number), 0))
+        if free is not None:
+            free.pop(number, None)
+        name = self._names.pop(number, None)
+        if name is not None:
+            place = self.places.get(name)
+            if place is not None and place.number == number:
+                del self.places[name]
+                self.expiring.pop(name, None)
+                self.order.remove(name)
+
+    def set_class(self, extent: int, slot_bytes: int) -> None:
+        """An extent is cut anew, or (0) not cut any more: what was known of its slots is forgotten."""
+        before = self.classes.get(extent, 0)
+        if before:
+            for number in self._geometry.numbers(extent, before):
+                self.forget(number)
+        if slot_bytes:
+            self.classes[extent] = slot_bytes
+        else:
+            self.classes.pop(extent, None)

@@ -1,0 +1,376 @@
+"""The index of a LocalStore, as it lies in the slab: what each slot holds, and which slots changed last.
+
+    record    what a slot holds, and who may touch its bytes: its state, owner, generation and, for a page, its name and
+              what it builds on. With a checksum that depends on the slot: a torn or misplaced record is no record
+    change    an entry of a ring: the number of a slot whose record changed. `newest` counts all changes ever made, so
+              who knows the count at which it last looked reads only what is new
+    use       when a page was used last, how often, and what it is worth to the policy
+
+Whoever changes records holds the lock for it (`locks.py`) and says so here first (`busy`): the records, then the
+changes, then `newest`, then not busy. A process that dies in between leaves `busy` behind, and the next one repairs
+(`catalog.py`). Reading takes no lock and waits for nobody: a record that is being written has a wrong checksum. Uses
+are written without a lock as well; one that two processes wrote at once has a wrong checksum, and is unknown.
+
+Not here: what follows from records. The slab's size was checked by who calls.
+"""
+
+import enum
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from math import isfinite
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from headwater.core.page import NAME_BYTES, PageName
+from headwater.storage.local.geometry import (
+    CHANGE_BYTES,
+    CONTROL_AT,
+    EXTENT_BYTES,
+    EXTENTS_AT,
+    LABEL_BYTES,
+    NUM_LABELS,
+    OWNERS_AT,
+    RECORD_BYTES,
+    USE_BYTES,
+    Geometry,
+)
+from headwater.storage.local.locks import MAX_OWNERS
+from headwater.storage.local.mirror import PageRow, Place
+from headwater.storage.local.slab import Slab
+
+_RECORD: Final = struct.Struct("<QQIIQQ40s40s32s16sIIQ")
+_COLUMNS: Final = np.dtype(
+    {
+        "names": ["check", "generation", "state", "owner", "slot_bytes", "num_bytes", "depth", "expires_ms"],
+        "formats": ["<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u4", "<u8"],
+        "offsets": [0, 8, 16, 20, 24, 32, 168, 176],
+        "itemsize": RECORD_BYTES,
+    }
+)
+_USES: Final = np.dtype([("used_s", "<f8"), ("priority", "<f8"), ("hits", "<u8"), ("check", "<u8")])
+_PADDED: Final = struct.Struct(f"<QQIIQQ40s40s32s16sIIQ{RECORD_BYTES - 184}x")
+_USE: Final = struct.Struct("<ddQQ")
+_CHANGE: Final = struct.Struct("<II")
+_EXTENT: Final = struct.Struct("<QQ")
+_NEWEST: Final = struct.Struct("<QQ")  # at CONTROL_AT: the count, and the count by the epoch
+_U64: Final = struct.Struct("<Q")
+_LEFT: Final = struct.Struct("<36sHH")
+_LABEL: Final = struct.Struct("<Q32s16sH")
+_BUSY_AT: Final = CONTROL_AT + 64
+_LEFT_AT: Final = CONTROL_AT + 128
+_NO_PAGE: Final = bytes(NAME_BYTES)
+_NO_KEY: Final = bytes(32)
+_NO_TENANT: Final = bytes(16)
+_EXTENT_CHANGED: Final = 1 << 31  # in an entry of the ring: not a slot, but how an extent is cut
+_SPREAD: Final = 0x9E3779B1
+_CHUNK_SLOTS: Final = 4096
+_MAX_COUNT: Final = 1 << 62  # of changes or generations: never reached, so what says more is damaged
+_MAX_LABEL: Final = LABEL_BYTES - _LABEL.size
+
+
+_as_place = partial(tuple.__new__, Place)  # a hundred thousand of them: no Python call each
+
+
+class RecordState(enum.IntEnum):
+    """Who may touch a slot's bytes."""
+
+    FREE = 0  # nobody
+    RESERVED = 1  # its owner alone, until published, abandoned, or the owner is dead (never because time passed)
+    LIVE = 2  # readable; the page of `name`
+
+
+class Record(NamedTuple):
+    """What a slot holds. The fields behind `slot_bytes` are a page's, and empty for others."""
+
+    state: int
+    owner: int
+    generation: int  # how often the slot was given out
+    slot_bytes: int
+    num_bytes: int = 0
+    name: PageName = PageName(_NO_PAGE)
+    parent: PageName = PageName(_NO_PAGE)
+    identity: bytes = _NO_KEY
+    tenant: bytes = _NO_TENANT
+    depth: int = 0
+    valid_tokens: int = 0
+    expires_ms: int = 0
+
+
+class Use(NamedTuple):
+    """When a page was used last, how often after it was stored, and its priority then."""
+
+    used_s: float
+    priority: float
+    hits: int
+
+
+class LeftBehind(NamedTuple):
+    """How the directory was left: by which start of the machine, whether in order, and whether all was synced."""
+
+    boot_id: str
+    clean: bool
+    weak: bool  # somebody wrote without syncing: after a power cut the records may have lost their order
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the slots of an extent hold. Free and reserved ones: (number, generation). `lost`: not to be believed."""
+
+    slot_bytes: int
+    pages: list[PageRow]
+    free: list[tuple[int, int]]
+    reserved: list[tuple[int, int]]
+    lost: list[int]
+
+
+class Table:
+    """The index of an open slab. Calls that change something are for who holds the lock."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.geometry: Geometry = slab.geometry
+        self._salt = int.from_bytes(slab.header.store_id[:8], "little")
+        self._mask = slab.geometry.num_changes - 1
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def record(self, number: int) -> Record | None:
+        """What a slot holds; None where that cannot be believed."""
+        raw = self.slab.read(self.geometry.records_at + number * RECORD_BYTES, _RECORD.size)
+        fields = _RECORD.unpack(raw)
+        return self._checked(number, fields, raw[8:])
+
+    def set_record(self, number: int, record: Record) -> None:
+        """Say what a slot holds."""
+        state, owner, generation, *page = record
+        body = _RECORD.pack(0, generation, state, owner, *page)[8:]
+        checksum = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
+        self.slab.write(self.geometry.records_at + number * RECORD_BYTES, checksum + body)
+
+    def records(self, numbers: range) -> Iterator[tuple[int, Record | None]]:
+        """What consecutive slots hold, each as it is when it is read."""
+        for start in range(numbers.start, numbers.stop, _CHUNK_SLOTS):
+            count = min(_CHUNK_SLOTS, numbers.stop - start)
+            raw = self.slab.read(self.geometry.records_at + start * RECORD_BYTES, count * RECORD_BYTES)
+            view = memoryview(raw)
+            for i, fields in enumerate(_PADDED.iter_unpack(raw)):
+                at = i * RECORD_BYTES
+                yield start + i, self._checked(start + i, fields, view[at + 8 : at + _RECORD.size])
+
+    def _checked(self, number: int, fields: tuple[Any, ...], body: bytes | memoryview) -> Record | None:
+        _, generation, state, owner, *page = fields
+        if fields[0] != xxh3_64_intdigest(body, seed=self._salt ^ number) or generation >= _MAX_COUNT:
+            return None
+        return Record(state, owner, generation, *page)
+
+    # --- uses ---------------------------------------------------------------------------------------------------------
+
+    def use(self, number: int) -> Use | None:
+        """When a slot's page was used; None where that is not known."""
+        raw = self.slab.read(self.geometry.uses_at + number * USE_BYTES, USE_BYTES)
+        used_s, priority, hits, check = _USE.unpack(raw)
+        right = check == xxh3_64_intdigest(raw[:24], seed=self._salt ^ number)
+        return Use(used_s, priority, hits) if right and isfinite(used_s) and isfinite(priority) else None
+
+    def set_use(self, number: int, use: Use) -> None:
+        """Say that a page was used. Needs no lock."""
+        body = _USE.pack(*use, 0)[:24]
+        check = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
+        self.slab.write(self.geometry.uses_at + number * USE_BYTES, body + check)
+
+    def survey(self, extent: int, slot_bytes: int, now_s: float) -> "Survey":
+        """What all slots of an extent hold, each as it is when it is read: for who wants to know everything, fast.
+
+        Uses count as not ahead of `now_s`.
+        """
+        numbers = self.geometry.numbers(extent, slot_bytes)
+        seeds = [self._salt ^ number for number in numbers]
+        raw = self.slab.read(self.geometry.records_at + numbers.start * RECORD_BYTES, len(numbers) * RECORD_BYTES)
+        ends = range(_RECORD.size, len(raw), RECORD_BYTES)
+        columns = np.frombuffer(raw, _COLUMNS)
+        checks = [xxh3_64_intdigest(raw[end - 176 : end], seed=seed) for end, seed in zip(ends, seeds, strict=True)]
+        right = columns["check"] == np.array(checks, np.uint64)
+        right &= (columns["slot_bytes"] == slot_bytes) & (columns["num_bytes"] <= slot_bytes)
+        right &= (columns["generation"] < _MAX_COUNT) & (columns["state"] <= max(RecordState))
+        states = np.where(right, columns["state"], len(RecordState))
+        live = states == RecordState.LIVE
+        at = np.flatnonzero(live)
+        first, offset = numbers.start, self.geometry.offset(numbers.start, slot_bytes)
+        generations = columns["generation"].tolist()
+        places = zip(
+            (first + at).tolist(),
+            columns["generation"][live].tolist(),
+            (offset + at * slot_bytes).tolist(),
+            columns["num_bytes"][live].tolist(),
+            strict=True,
+        )
+        begins = (at * RECORD_BYTES).tolist()
+        pages: list[PageRow] = list(
+            zip(
+                [PageName(raw[begin + 40 : begin + 80]) for begin in begins],
+                [PageName(raw[begin + 80 : begin + 120]) for begin in begins],
+                map(_as_place, places),
+                repeat(slot_bytes),
+                self._priorities(numbers, seeds, now_s)[live].tolist(),
+                columns["expires_ms"][live].tolist(),
+                columns["depth"][live].tolist(),
+            )
+        )
+        free, reserved = (
+            [(first + i, generations[i]) for i in np.flatnonzero(states == state).tolist()]
+            for state in (RecordState.FREE, RecordState.RESERVED)
+        )
+        return Survey(slot_bytes, pages, free, reserved, (first + np.flatnonzero(~right)).tolist())
+
+    def _priorities(self, numbers: range, seeds: list[int], now_s: float) -> npt.NDArray[np.float64]:
+        """The priority of what is in each slot; that of a page used now where it is not known."""
+        raw = self.slab.read(self.geometry.uses_at + numbers.start * USE_BYTES, len(numbers) * USE_BYTES)
+        uses = np.frombuffer(raw, _USES)
+        begins = range(0, len(raw), USE_BYTES)
+        checks = [xxh3_64_intdigest(raw[at : at + 24], seed=seed) for at, seed in zip(begins, seeds, strict=True)]
+        known = (uses["check"] == np.array(checks, np.uint64)) & np.isfinite(uses["used_s"])
+        known &= np.isfinite(uses["priority"])
+        with np.errstate(invalid="ignore", over="ignore"):
+            in_time = uses["priority"] - np.maximum(uses["used_s"] - now_s, 0.0)
+        return np.where(known, in_time, now_s)
+
+    def reserved_by(self, owners: Collection[int], extent: int, slot_bytes: int) -> list[tuple[int, Record]]:
+        """The slots of an extent that these owners have reserved."""
+        numbers = self.geometry.numbers(extent, slot_bytes)
+        raw = self.slab.read(self.geometry.records_at + numbers.start * RECORD_BYTES, len(numbers) * RECORD_BYTES)
+        columns = np.frombuffer(raw, _COLUMNS)
+        theirs = (columns["state"] == RecordState.RESERVED) & np.isin(columns["owner"], list(owners))
+        found = [(number, self.record(number)) for number in (numbers.start + np.flatnonzero(theirs)).tolist()]
+        return [
+            (number, record)
+            for number, record in found
+            if record is not None and record.state == RecordState.RESERVED and record.owner in owners
+        ]
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def newest(self) -> int | None:
+        """How many changes were ever made; None where that cannot be believed."""
+        count, check = _NEWEST.unpack(self.slab.read(CONTROL_AT, _NEWEST.size))
+        return count if count ^ self.slab.epoch ^ self._salt == check and count < _MAX_COUNT else None
+
+    def set_newest(self, count: int) -> None:
+        """Tell everybody of the changes up to this one."""
+        self.slab.write(CONTROL_AT, _NEWEST.pack(count, count ^ self.slab.epoch ^ self._salt))
+
+    def tell(self, after: int, numbers: Iterable[int], extents: Iterable[int]) -> int:
+        """Write the changes behind number `after` into the ring. Returns the count to set `newest` to."""
+        for entry in [*numbers, *(_EXTENT_CHANGED | extent for extent in extents)]:
+            after += 1
+            at = self.geometry.changes_at + (after & self._mask) * CHANGE_BYTES
+            self.slab.write(at, _CHANGE.pack(entry, _change_check(after, entry)))
+        return after
+
+    def change(self, count: int) -> tuple[int | None, int | None] | None:
+        """The slot, or the extent, that change number `count` is about; None if the ring has gone on, or is damaged."""
+        at = self.geometry.changes_at + (count & self._mask) * CHANGE_BYTES
+        entry, check = _CHANGE.unpack(self.slab.read(at, CHANGE_BYTES))
+        if check != _change_check(count, entry):
+            return None
+        if entry & _EXTENT_CHANGED:
+            extent = entry ^ _EXTENT_CHANGED
+            return (None, extent) if extent < self.geometry.num_extents else None
+        return (entry, None) if entry < self.geometry.num_slots else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody changes records, or died while he did."""
+        return any(self.slab.read(_BUSY_AT, _U64.size))
+
+    def set_busy(self, owner: int) -> None:
+        """Say that this owner changes records; 0: nobody."""
+        self.slab.write(_BUSY_AT, _U64.pack(owner))
+
+    # --- extents, owners, labels, how it was left ---------------------------------------------------------------------
+
+    def classes(self) -> dict[int, int]:
+        """Slot size of each extent that is cut."""
+        num_extents = self.geometry.num_extents
+        raw = self.slab.read(EXTENTS_AT, num_extents * EXTENT_BYTES)
+        found = {}
+        for extent, (slot_bytes, check) in enumerate(_EXTENT.iter_unpack(raw)):
+            if check == self._extent_check(extent, slot_bytes) and self.geometry.slots_in_extent(slot_bytes):
+                found[extent] = slot_bytes
+        return found
+
+    def extent(self, extent: int) -> int | None:
+        """Slot size of an extent, 0 where it is not cut; None where that cannot be believed."""
+        slot_bytes, check = _EXTENT.unpack(self.slab.read(EXTENTS_AT + extent * EXTENT_BYTES, EXTENT_BYTES))
+        if check != self._extent_check(extent, slot_bytes):
+            return None
+        return slot_bytes if not slot_bytes or self.geometry.slots_in_extent(slot_bytes) else None
+
+    def set_extent(self, extent: int, slot_bytes: int) -> None:
+        """Say how an extent is cut; 0: not at all."""
+        entry = _EXTENT.pack(slot_bytes, self._extent_check(extent, slot_bytes))
+        self.slab.write(EXTENTS_AT + extent * EXTENT_BYTES, entry)
+
+    def _extent_check(self, extent: int, slot_bytes: int) -> int:
+        return xxh3_64_intdigest(_EXTENT.pack(extent, slot_bytes), seed=self._salt)
+
+    def owners(self) -> list[int]:
+        """The owners that have enrolled and not left: open stores, and dead ones."""
+        raw = self.slab.read(OWNERS_AT, MAX_OWNERS + 1)
+        return [owner for owner in range(1, MAX_OWNERS + 1) if raw[owner]] if any(raw) else []
+
+    def set_owner(self, owner: int, *, enrolled: bool) -> None:
+        """Say that an owner enrolled, or left."""
+        self.slab.write(OWNERS_AT + owner, bytes([enrolled]))
+
+    def forget_owners(self) -> None:
+        """For who is alone."""
+        self.slab.write(OWNERS_AT, bytes(MAX_OWNERS + 1))
+
+    def left(self) -> LeftBehind:
+        """How the directory was left."""
+        raw = self.slab.read(_LEFT_AT, _LEFT.size + 8)
+        boot_id, clean, weak = _LEFT.unpack(raw[:-8])
+        if _U64.unpack(raw[-8:])[0] != xxh3_64_intdigest(raw[:-8], seed=self._salt):
+            return LeftBehind("", clean=False, weak=True)
+        return LeftBehind(boot_id.rstrip(b"\0").decode("ascii", "replace"), clean=bool(clean), weak=bool(weak))
+
+    def set_left(self, left: LeftBehind) -> None:
+        """Say how the directory is left, should this be the end."""
+        body = _LEFT.pack(left.boot_id.encode()[:36], left.clean, left.weak)
+        self.slab.write(_LEFT_AT, body + _U64.pack(xxh3_64_intdigest(body, seed=self._salt)))
+
+    def labels(self) -> dict[tuple[bytes, bytes], str]:
+        """Names for people, by identity and tenant."""
+        return {(one[0], one[1]): one[2] for one in self._labels() if one is not None}
+
+    def set_label(self, identity: bytes, tenant: bytes, text: str) -> None:
+        """Give an identity and tenant a name; when all places are taken, the name of another one goes."""
+        found = self._labels()
+        same = [i for i, one in enumerate(found) if one is not None and one[:2] == (identity, tenant)]
+        empty = [i for i, one in enumerate(found) if one is None]
+        at = (same or empty or [int.from_bytes(identity[:4], "little") % NUM_LABELS])[0]
+        encoded = text.encode()[:_MAX_LABEL].decode(errors="ignore").encode()
+        body = _LABEL.pack(0, identity, tenant, len(encoded))[8:] + encoded
+        raw = _U64.pack(xxh3_64_intdigest(body, seed=self._salt)) + body
+        self.slab.write(self.geometry.labels_at + at * LABEL_BYTES, raw.ljust(LABEL_BYTES, b"\0"))
+
+    def _labels(self) -> list[tuple[bytes, bytes, str] | None]:
+        raw = self.slab.read(self.geometry.labels_at, NUM_LABELS * LABEL_BYTES)
+        found: list[tuple[bytes, bytes, str] | None] = []
+        for at in range(0, len(raw), LABEL_BYTES):
+            check, identity, tenant, length = _LABEL.unpack_from(raw, at)
+            end = at + _LABEL.size + min(length, _MAX_LABEL)
+            right = check == xxh3_64_intdigest(raw[at + 8 : end], seed=self._salt)
+            text = raw[at + _LABEL.size : end].decode(errors="replace")
+            found.append((identity, tenant, text) if right else None)
+        return found
+
+
+def _change_check(count: int, entry: int) -> int:
+    return (entry * _SPREAD ^ count * 0x85EBCA6B ^ 0x5A5A5A5A) & 0xFFFFFFFF
