@@ -187,7 +187,7 @@ def test_ls_beside_a_process_that_uses_the_store(path: Path) -> None:
 
 def left(path: Path) -> dict[tuple[bytes, bytes], int]:
     with open_local(LocalStoreConfig(directory=path)) as store:
-        return {(use.identity, use.tenant): use.num_pages for use in store.usage()}
+        return {(use.identity, use.tenant): use.num_pages for use in store.usage(deadline=soon())}
 
 
 def test_purge_an_identity(path: Path) -> None:
@@ -348,8 +348,8 @@ def test_an_expired_page_is_no_damage(path: Path) -> None:
 
 def test_check_tells_when_the_index_is_wrong_about_the_family(path: Path) -> None:
     with open_local(LocalStoreConfig(directory=path)) as store:
-        family = next(use for use in store.usage() if use.tenant == TENANT)
-        (name, *_) = store.names(identity=MODEL_A, tenant=TENANT)
+        family = next(use for use in store.usage(deadline=soon()) if use.tenant == TENANT)
+        (name, *_) = store.names(deadline=soon(), identity=MODEL_A, tenant=TENANT)
         frame = memoryview(bytearray(store.frame_bytes(name) or 0))
         liar = replace(family, tenant=bytes(16))
         assert audit._check_page(store, name, liar, frame) is Fault.FOREIGN

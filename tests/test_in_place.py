@@ -263,7 +263,7 @@ class Rig:
     def nothing_is_out(self) -> None:
         """No slot is reserved, and the store is sound. What could not be given back in time is, by now."""
         self.slab.label(IDENTITY, bytes(16), "a test", deadline=soon())
-        assert self.slab.slots().get(RecordState.RESERVED, 0) == 0
+        assert self.slab.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
         assert self.slab.validate(deadline=soon()) == []
         at = self.slab._attachment
         assert at is not None

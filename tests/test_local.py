@@ -198,15 +198,15 @@ def test_usage_names_identities_and_tenants(place: Path) -> None:
         put(store, sample_chain(1, 4))
         put(store, [sample_page(50 + i, tenant=tenant) for i in range(2)])
         store.label(sample_page(1).meta.identity, bytes(16), "a model", deadline=soon())
-        usage = store.usage()
+        usage = store.usage(deadline=soon())
         assert [(use.label, use.num_pages, use.num_tokens, use.max_depth) for use in usage] == [
             ("a model", 4, 64, 3),
             ("", 2, 32, 0),
         ]
         assert usage[1].tenant == tenant
-        assert len(store.names(tenant=tenant)) == 2
-        assert store.slots()[RecordState.LIVE] == 6
-        assert store.slots()[RecordState.FREE] > 0
+        assert len(store.names(deadline=soon(), tenant=tenant)) == 2
+        assert store.slots(deadline=soon())[RecordState.LIVE] == 6
+        assert store.slots(deadline=soon())[RecordState.FREE] > 0
 
 
 def test_prefaulting_and_creating_show_progress(shm: Path) -> None:

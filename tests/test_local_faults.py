@@ -248,7 +248,7 @@ os.kill(os.getpid(), 9)
             parent.stdin.flush()
             parent.wait()
             with open_local(config(shm)) as store:
-                assert store.slots().get(1, 0) == 0
+                assert store.slots(deadline=soon()).get(1, 0) == 0
                 assert store.metrics.value("events_total", kind="local_rebuilt") == 0
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
@@ -544,7 +544,7 @@ def test_any_number_of_tenants_stays_within_the_limit(shm: Path) -> None:
             assert all(status.held for status in put(store, pages))
             used = sum(path.stat().st_blocks * 512 for path in (shm / "store").iterdir())
             assert used <= LIMIT
-        assert len(store.usage()) > 500
+        assert len(store.usage(deadline=soon())) > 500
     assert sum(path.stat().st_size for path in (shm / "store").iterdir()) <= LIMIT
 
 
@@ -555,7 +555,7 @@ def test_labels_are_bounded_too(place: Path) -> None:
             page = sample_page(i, tenant=i.to_bytes(16, "little"))
             put(store, [page])
             store.label(IDENTITY, page.meta.tenant, "é" * 500, deadline=soon())
-        labelled = [use.label for use in store.usage() if use.label]
+        labelled = [use.label for use in store.usage(deadline=soon()) if use.label]
         assert 1 <= len(labelled) <= 64
         assert all(set(label) == {"é"} for label in labelled)
     assert sum(path.stat().st_size for path in (place / "store").iterdir()) <= LIMIT
@@ -607,7 +607,7 @@ def test_a_page_with_very_many_descendants_overruns_no_deadline(shm: Path, how: 
             assert time.monotonic() - deadline.at_s < GRACE_S
             tries += 1
         assert tries > 1, "each try went as far as it could"
-        assert sum(use.num_pages for use in store.usage()) == 0
+        assert sum(use.num_pages for use in store.usage(deadline=soon())) == 0
         assert store.validate(deadline=soon()) == []
 
 

@@ -113,7 +113,7 @@ def test_reading_needs_no_lock_at_all(place: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(SlabLocks, "_try", lambda *_: 1 / 0)
         assert hits(second, pages) == 4  # what another one has just put
         assert second.contains([page.name for page in pages], deadline=soon()) == [True] * 4
-        assert [use.num_pages for use in second.usage()] == [4]
+        assert [use.num_pages for use in second.usage(deadline=soon())] == [4]
         monkeypatch.undo()
 
 
@@ -134,5 +134,5 @@ def test_any_bit_of_the_index_may_flip_and_the_store_opens(tmp_path: Path) -> No
         with open_tier(LocalStoreConfig(directory=tmp_path / "store")) as tier:
             assert isinstance(tier, LocalStore)
             assert hits(tier, pages) == 8
-            assert tier.usage()[0].num_pages == 8
+            assert tier.usage(deadline=soon())[0].num_pages == 8
             assert tier.validate(deadline=soon()) == []

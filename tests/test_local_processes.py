@@ -46,10 +46,10 @@ def test_a_dead_writers_slots_come_back_and_a_stopped_ones_do_not(shm: Path, hel
         other.stop()
         pages = [sample_page(100 + i, plane_bytes=BIG) for i in range(10)]
         assert [status.held for status in put(store, pages)].count(True) == 2
-        assert store.slots()[RecordState.RESERVED] == 30
+        assert store.slots(deadline=soon())[RecordState.RESERVED] == 30
         other.kill()
         assert all(status.held for status in put(store, pages))
-        assert store.slots().get(RecordState.RESERVED, 0) == 0
+        assert store.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
         assert hits(store, pages) == 10
 
 
@@ -88,7 +88,7 @@ def test_a_child_must_open_its_own(place: Path) -> None:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert hits(store, sample_chain(1, 3)) == 3
-        assert store.slots()[RecordState.LIVE] == 3
+        assert store.slots(deadline=soon())[RecordState.LIVE] == 3
 
 
 def test_a_reservation_outlives_close_and_is_then_given_back(shm: Path) -> None:
@@ -103,9 +103,9 @@ def test_a_reservation_outlives_close_and_is_then_given_back(shm: Path) -> None:
         others = [sample_page(100 + i, plane_bytes=BIG) for i in range(40)]
         put(watcher, others)
         assert bytes(reservation.view) == page.frame
-        assert watcher.slots()[RecordState.RESERVED] == 1
+        assert watcher.slots(deadline=soon())[RecordState.RESERVED] == 1
         store.abandon([reservation], deadline=soon())
-        assert watcher.slots().get(RecordState.RESERVED, 0) == 0
+        assert watcher.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
         assert hits(watcher, [page]) == 0
 
 
@@ -114,11 +114,11 @@ def test_a_locked_index_is_told_to_people_who_ask(place: Path) -> None:
         with changing(place):
             with pytest.raises(StoreBusy, match="stays locked"):
                 store.label(bytes(32), bytes(16), "a model", deadline=Deadline.after(0.05))
-            assert store.usage() == []  # looking does not wait for a writer
-        assert store.usage() == []
+            assert store.usage(deadline=soon()) == []  # looking does not wait for a writer
+        assert store.usage(deadline=soon()) == []
         os.truncate(place / "store" / directory.SLAB, 1000)
         with pytest.raises(StoreDamaged, match="cut"):
-            store.usage()
+            store.usage(deadline=soon())
 
 
 @pytest.mark.fault("A5")

@@ -150,7 +150,7 @@ def test_a_reservation_on_a_damaged_store_fails_and_lets_go(shm: Path) -> None:
         assert store.publish([reservation], deadline=soon()) == [PutStatus.FAILED]
         assert store.down is not None
         assert store.revive()
-        assert store.slots().get(RecordState.RESERVED, 0) == 0
+        assert store.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
 
 
 def test_two_users_of_a_damaged_directory_both_come_back(place: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_child_whose_parent_went_meanwhile_is_not_published(shm: Path) -> None
         store.delete([parent.name], deadline=soon())
         assert store.publish([reservation], deadline=soon()) == [PutStatus.NO_PARENT]
         assert put(store, [child]) == [PutStatus.NO_PARENT]
-        assert store.slots().get(RecordState.RESERVED, 0) == 0
+        assert store.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
 
 
 def test_an_expired_page_makes_way_for_its_successor(place: Path) -> None:
@@ -263,7 +263,7 @@ def test_owners_are_dead_only_when_their_lock_is_free(shm: Path, helper: Callabl
         other("open", directory=str(shm / "store"), planes=list(BIG))
         other("reserve", refs=[(i, 0) for i in range(30)])
         put(store, [sample_page(100 + i, plane_bytes=BIG) for i in range(10)])
-        assert store.slots()[RecordState.RESERVED] == 30
+        assert store.slots(deadline=soon())[RecordState.RESERVED] == 30
         assert other("publish", refs=[(0, 0)]) == ["stored"]
 
 

@@ -629,7 +629,7 @@ def test_a_node_that_starts_again_claims_what_its_disk_kept(tmp_path: Path) -> N
         ):
             assert publisher.drain(30)
             assert index.lookup(keys, deadline=soon()).of("here") == Holder("here", wanted, 0, 0, wanted, 0)
-            others = [one for one in store.names() if BlockKey(one[:32]) not in keys]
+            others = [one for one in store.names(deadline=soon()) if BlockKey(one[:32]) not in keys]
             assert len(others) == 2  # another model's, and one that is not to stay
             assert all(publisher.state(BlockKey(one[:32])) is State.NONE for one in others)
             store.delete([pages[600].name], deadline=soon())

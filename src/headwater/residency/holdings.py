@@ -23,7 +23,7 @@ WHOLE: Final = ((0, 1, 0),)
 class Listing(Protocol):
     """A store that keeps a list of its pages, as LocalStore does."""
 
-    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int) -> list[PagePath]:
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot. Raises StoreError."""
         ...
 
@@ -67,8 +67,9 @@ class StoreHoldings:
         """All full blocks of the identity, in portions; none where the store keeps no list."""
         store, after = self._innermost(), -1
         while isinstance(store, Listing):
+            deadline = Deadline.after(self._timeout_s, self._clock)
             try:
-                rows = store.paths(self._identity, self._block_tokens, after=after, limit=_PORTION)
+                rows = store.paths(self._identity, self._block_tokens, after=after, limit=_PORTION, deadline=deadline)
             except HeadwaterError:
                 return
             if not rows:

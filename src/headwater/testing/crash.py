@@ -264,7 +264,7 @@ def _judge(directory: Path, held: set[bytes], report: Report, *, num_chains: int
     with open_local(LocalStoreConfig(directory=directory)) as store:
         found = _read_all(store, num_chains, report)
         report.lost += len(held - found)
-        report.stuck_reservations += store.slots().get(RecordState.RESERVED, 0)
+        report.stuck_reservations += store.slots(deadline=Deadline.after(10)).get(RecordState.RESERVED, 0)
         report.rebuilt += len(store.metrics.events("local_rebuilt"))
         report.worker_failures += store.validate(deadline=Deadline.after(10))
     return set(found)

@@ -202,7 +202,7 @@ class Trial:
         slab = Slab(self.slab, fd, header, mapped=False)
         try:
             table = Table(slab)
-            live = list(live_records(table))
+            live = list(live_records(table, Deadline.after(30)))
             for number, record in self.rng.sample(live, min(len(live), self.rng.choice([1, 1, 8, len(live)]))):
                 other = self.rng.choice(live)
                 table.set_record(number, self.rng.choice(_LIES)(record, other[1]))

@@ -134,7 +134,7 @@ class _Server:
         return self._store.validate(deadline=Deadline.after(20))
 
     def slots(self) -> dict[int, int]:
-        return self._store.slots()
+        return self._store.slots(deadline=Deadline.after(20))
 
     def pages(self, refs: list[Ref]) -> list[SamplePage]:
         return [sample_page(chain, depth, plane_bytes=self.planes) for chain, depth in refs]

@@ -231,7 +231,7 @@ def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int =
             _read(child, report)
     with open_local(LocalStoreConfig(directory=directory)) as store:
         report.store_problems += store.validate(deadline=Deadline.after(10))
-        reserved = store.slots().get(RecordState.RESERVED, 0)
+        reserved = store.slots(deadline=Deadline.after(10)).get(RecordState.RESERVED, 0)
         if reserved:
             report.store_problems.append(f"{reserved} slots are still reserved")
     return report

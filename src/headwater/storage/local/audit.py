@@ -121,9 +121,9 @@ def require_store(path: Path) -> None:
 
 
 def survey(store: LocalStore) -> Survey:
-    """Count what is in the store."""
-    families = store.usage()
-    slots = store.slots()
+    """Count what is in the store. Raises StoreBusy if that takes too long."""
+    families = store.usage(deadline=Deadline.after(_CALL_S))
+    slots = store.slots(deadline=Deadline.after(_CALL_S))
     return Survey(
         directory=store.config.directory,
         limit_bytes=store.limit_bytes,
@@ -167,7 +167,7 @@ def purge(store: LocalStore, families: Sequence[FamilyUse], *, progress: Progres
 
 def check(store: LocalStore, *, remove: bool = False, progress: Progress | None = None) -> Checked:
     """Read every page and verify it; with `remove`, throw bad ones out with all that builds on them. Blocks."""
-    families = store.usage()
+    families = store.usage(deadline=Deadline.after(_CALL_S))
     names = [(name, family) for family in families for name in _names(store, family)]
     bad: list[BadPage] = []
     found: Counter[str] = Counter()
@@ -223,7 +223,7 @@ def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: mem
 
 
 def _names(store: LocalStore, family: FamilyUse) -> list[PageName]:
-    return store.names(identity=family.identity, tenant=family.tenant)
+    return store.names(deadline=Deadline.after(_CALL_S), identity=family.identity, tenant=family.tenant)
 
 
 def _delete(store: LocalStore, names: Sequence[PageName]) -> int:

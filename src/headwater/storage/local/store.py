@@ -291,21 +291,27 @@ class LocalStore(Store):
         """Give an identity a name for people, shown by `headwater ls`. Raises StoreError."""
         self._answer(lambda at: at.transact(lambda: at.catalog.table.set_label(identity, tenant, text), deadline))
 
-    def usage(self) -> list[FamilyUse]:
+    def usage(self, *, deadline: Deadline) -> list[FamilyUse]:
         """What each identity and tenant keep here, largest first. Raises StoreError."""
-        return self._answer(lambda at: families.usage(at.catalog.table))
+        return self._answer(lambda at: families.usage(at.catalog.table, deadline))
 
-    def names(self, *, identity: bytes | None = None, tenant: bytes | None = None) -> list[PageName]:
+    def names(
+        self, *, deadline: Deadline, identity: bytes | None = None, tenant: bytes | None = None
+    ) -> list[PageName]:
         """The pages of an identity, a tenant, both, or all. Raises StoreError."""
-        return self._answer(lambda at: families.names(at.catalog.table, identity, tenant))
+        return self._answer(lambda at: families.names(at.catalog.table, identity, tenant, deadline))
 
-    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int) -> list[PagePath]:
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot, from behind a slot on. Raises StoreError."""
-        return self._answer(lambda at: families.paths(at.catalog.table, identity, num_tokens, after=after, limit=limit))
 
-    def slots(self) -> dict[int, int]:
+        def work(at: Attachment) -> list[PagePath]:
+            return families.paths(at.catalog.table, identity, num_tokens, after=after, limit=limit, deadline=deadline)
+
+        return self._answer(work)
+
+    def slots(self, *, deadline: Deadline) -> dict[int, int]:
         """How many slots are free, reserved and live (`table.py` names the states). Raises StoreError."""
-        return self._answer(lambda at: families.counts(at.catalog.table))
+        return self._answer(lambda at: families.counts(at.catalog.table, deadline))
 
     def validate(self, *, deadline: Deadline) -> list[str]:
         """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
