@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ class Writer:
         """A write, some reads, now and then a removal; all of them timed."""
         page, kind = self.page(), self.rng.random()
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANES, max_bad=1 << 30)
-        begin_s = time.monotonic()
+        begin_s, waited_s = time.monotonic(), _waited_s()
         deadline = Deadline.after(DEADLINE_S)
         if kind < 0.3:
             frame = memoryview(bytearray(page.frame))
@@ -103,7 +104,14 @@ class Writer:
             self.counts["wrong" if wrong else f"get {status_}"] += 1
         self.counts["calls"] += 1
         if time.monotonic() - begin_s > DEADLINE_S + GRACE_S:
-            self.counts["late"] += 1
+            starved = time.monotonic() - begin_s - (_waited_s() - waited_s) <= DEADLINE_S + GRACE_S
+            self.counts["late for want of a processor" if starved else "late"] += 1
+
+
+def _waited_s() -> float:
+    """Seconds that this thread was ready to run, and had no processor."""
+    with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+        return int(file.read().split()[1]) / 1e9
 
 
 def worker(directory: Path, seed: int, seconds: float) -> None:
@@ -143,6 +151,8 @@ def _fork(directory: Path, seed: int, end_s: float, rng: random.Random) -> tuple
             writer.run(min(end_s, time.monotonic() + rng.uniform(0.2, 3.0)))
             os.write(into, json.dumps(writer.counts).encode())
             code = 0
+        except BaseException:  # noqa: BLE001  told here, because the process ends at once
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(into)
@@ -155,7 +165,10 @@ def _reap(child: tuple[int, int], total: Counter[str], *, wait: bool) -> bool:
     if not ended:
         return False
     total.update(json.loads(os.read(out, 1 << 20) or b"{}"))
-    total["deaths"] += os.waitstatus_to_exitcode(status) != 0
+    code = os.waitstatus_to_exitcode(status)
+    if code:
+        total["deaths"] += 1
+        total[f"died with {code}"] += 1
     os.close(out)
     return True
 

@@ -173,9 +173,12 @@ class Slab:
         return size != self.geometry.file_bytes
 
     def map(self) -> None:
-        """Make it usable; it has its full size."""
+        """Make it usable; it has its full size. Raises StoreDamaged if somebody cut it meanwhile."""
         if self.mapped and self._map is None:
-            self._map = mmap.mmap(self.fd, self.geometry.file_bytes)
+            try:
+                self._map = mmap.mmap(self.fd, self.geometry.file_bytes)
+            except ValueError as error:
+                raise StoreDamaged(f"{self.path} was cut while it was opened") from error
             self._range = GuardedRange(self._map)
             self._view = memoryview(self._map)
 
