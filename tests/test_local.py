@@ -150,7 +150,7 @@ def test_plain_values_are_taken_for_what_they_say(tmp_path: Path) -> None:
     assert config.durability is Durability.POWER
     assert config.directory == tmp_path
     assert default_directory({"HEADWATER_DIR": "/x"}) == Path("/x")
-    assert default_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/headwater")
+    assert default_directory({"XDG_CACHE_HOME": "/c"}) == Path("/c/headwater/store")
 
 
 def test_power_safe_puts_are_synced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

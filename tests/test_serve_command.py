@@ -95,7 +95,8 @@ def test_a_port_that_was_asked_for_and_is_taken_is_one_line(tmp_path: Path) -> N
 def test_options_that_cannot_work_are_one_line(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADWATER_DIR", str(tmp_path / "base"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "base"))
+    monkeypatch.delenv("HEADWATER_DIR", raising=False)
     monkeypatch.delenv("HEADWATER_POOL", raising=False)
     found = CliRunner().invoke(app, ["serve", *options])
     assert found.exit_code == 1

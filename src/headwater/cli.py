@@ -71,7 +71,7 @@ Directory = Annotated[
     Path | None,
     typer.Argument(
         metavar="DIR",
-        help="Directory of the store; $HEADWATER_DIR, or ~/.cache/headwater, where none is given.",
+        help="Directory of the store; $HEADWATER_DIR, or ~/.cache/headwater/store, where none is given.",
         show_default=False,
     ),
 ]
@@ -554,7 +554,7 @@ def serve(
     ] = None,
     disk_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory of the disk tier.", show_default="$HEADWATER_DIR, or ~/.cache/headwater"),
+        typer.Option(help="Directory of the disk tier.", show_default="$HEADWATER_DIR, or ~/.cache/headwater/store"),
     ] = None,
     disk_mib: Annotated[
         int | None, typer.Option(help="Its size; 0: no disk tier.", show_default="its own, 1024 for a new one")
@@ -621,7 +621,7 @@ def serve(
 
     _log_to_stderr()
     options = config.ServeConfig(
-        model=model or start.tiny_model(config.default_directory()),
+        model=model or start.tiny_model(config.cache_directory()),
         name=name,
         host=host,
         port=config.DEFAULT_PORT if port is None else port,
@@ -829,7 +829,7 @@ def pd(
     from headwater.serve.sockets import curl
 
     _log_to_stderr()
-    directory = model or start.tiny_model(config.default_directory())
+    directory = model or start.tiny_model(config.cache_directory())
     index = residency or config.default_residency()
     options = FleetOptions(
         prefill=prefill,

@@ -379,12 +379,14 @@ def _number(variable: str, text: str, *, whole: bool) -> float:
     return value
 
 
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Our folder in the user's cache directory: models made here, digests of weights, stores in folders of their own."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
+
+
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the commands look for a store: `HEADWATER_DIR`, or a folder in the user's cache directory."""
-    if environ.get("HEADWATER_DIR"):
-        return Path(environ["HEADWATER_DIR"])
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headwater"
+    """Where the commands look for a store: `HEADWATER_DIR`, or a folder of its own, which holds nothing else."""
+    return Path(environ.get("HEADWATER_DIR") or cache_directory(environ) / "store")
 
 
 def default_host_directory(environ: Mapping[str, str] = os.environ) -> Path:

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.config import default_directory
+from headwater.config import cache_directory
 from headwater.core.errors import InvalidConfig
 from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
 from headwater.integrations.vllm.counted import Counted
@@ -120,7 +120,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         model = config.model_config
         identity = rank_identity(
             architecture=",".join(model.architectures),
-            weights=weights_digest(checkpoint_directory(config), default_directory() / "weights.json"),
+            weights=weights_digest(checkpoint_directory(config), cache_directory() / "weights.json"),
             model_config=model.hf_config.to_dict(),
             engine=engine_facts(config, self._kv_cache_config, version=vllm.__version__),
             tensors=device.facts,

@@ -17,7 +17,7 @@ from headwater.config import (
     MIN_LIMIT_BYTES,
     ResidencyConfig,
     TierConfig,
-    default_directory,
+    cache_directory,
     default_host_directory,
     default_node,
     default_pool,
@@ -30,7 +30,10 @@ _HOST_SHARE: Final = 8  # one in so many bytes of the machine's memory, and
 _TMPFS_SHARE: Final = 4  # of the file system's that the host tier lies on, whichever is less
 _DISK_SHARE: Final = 16  # of the disk
 _MOST_DISK: Final = 256 << 30
-_OWN: Final = "vllm"  # folder of the disk tier: `headwater serve` has its own beside it
+
+
+def _disk_directory() -> Path:
+    return Path(os.environ.get("HEADWATER_DIR") or cache_directory()) / "vllm"  # `serve` has its own beside it
 
 
 class LoadMode(enum.StrEnum):
@@ -60,7 +63,7 @@ class ConnectorConfig:
 
     host_directory: Path | None = field(default_factory=default_host_directory)  # null: no host tier
     host_bytes: int | None = None  # of a new one; None: as fits the machine
-    disk_directory: Path | None = field(default_factory=lambda: default_directory() / _OWN)
+    disk_directory: Path | None = field(default_factory=_disk_directory)
     disk_bytes: int | None = None
     pool: str | None = field(default_factory=default_pool, repr=False)
     residency: str | None = field(default_factory=default_residency, repr=False)
