@@ -15,6 +15,7 @@ from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
 from headwater.storage.local.locks import SlabLocks
+from headwater.storage.local.mirror import Mirror, Page, Place
 from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
@@ -136,3 +137,19 @@ def test_any_bit_of_the_index_may_flip_and_the_store_opens(tmp_path: Path) -> No
             assert hits(tier, pages) == 8
             assert tier.usage(deadline=soon())[0].num_pages == 8
             assert tier.validate(deadline=soon()) == []
+
+
+def test_a_name_that_an_index_has_twice_is_a_page_once() -> None:
+    mirror = Mirror(Geometry.plan(LIMIT))
+    names = [page.meta.name for page in sample_chain(1, 3)]
+    rows = [
+        Page(names[child], names[parent], Place(number, 1, 4096 * number, 4096), 4096, 0.0, 0, 1)
+        for number, (child, parent) in enumerate([(1, 0), (2, 1), (1, 2)])
+    ]
+    mirror.reload(rows, (), {0: 4096})
+    mirror.order.validate()
+    given = []
+    for name in mirror.order.leaves_first([names[2]]):
+        given.append(name)
+        mirror.forget(mirror.places[name].number)
+    assert given == [names[1], names[2]]

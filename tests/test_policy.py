@@ -106,6 +106,18 @@ def test_leaf_order_against_a_naive_model() -> None:
     run_state_machine_as_test(LeafOrderMachine, settings=settings(max_examples=200, stateful_step_count=40))
 
 
+@given(parents=st.lists(st.integers(0, 9), min_size=10, max_size=10), asked=st.lists(st.integers(0, 12), max_size=5))
+def test_a_forest_that_is_none_is_given_all_the_same_each_once(parents: list[int], asked: list[int]) -> None:
+    order = LeafOrder.of((key, parent, 0.0, 0) for key, parent in enumerate(parents))  # rings, and blocks on themselves
+    wanted = {below for key in asked for below in order.subtree(key)}
+    given_up = []
+    for key in order.leaves_first(asked):
+        given_up.append(key)
+        order.remove(key)
+        order.validate()
+    assert sorted(given_up) == sorted(wanted)
+
+
 def test_stale_entries_do_not_pile_up() -> None:
     order: LeafOrder[int] = LeafOrder()
     order.add(1, 0, 0.0)

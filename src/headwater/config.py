@@ -380,7 +380,7 @@ def _number(variable: str, text: str, *, whole: bool) -> float:
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Our folder in the user's cache directory: models made here, digests of weights, stores in folders of their own."""
+    """Ours in the user's cache directory: models made here, digests of weights, stores in folders of their own."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater"
 
 

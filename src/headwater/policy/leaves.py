@@ -29,7 +29,7 @@ class LeafOrder(Generic[K]):
 
     @classmethod
     def of(cls, blocks: Iterable[tuple[K, K, float, int]]) -> "LeafOrder[K]":
-        """All blocks at once, as (key, parent, priority, group): much faster than one by one."""
+        """All blocks at once, as (key, parent, priority, group), each key once: much faster than one by one."""
         order = cls()
         nodes, adopt = order._nodes, order._adopt
         for key, parent, priority, group in blocks:

@@ -285,8 +285,13 @@ def campaign(
         count = min(per_process, damages - done)
         with tempfile.TemporaryDirectory(prefix="headwater-damage-", dir=directory) as parent:
             command = [sys.executable, "-m", "headwater.testing.damage", "--child", parent, "--damages", str(count)]
-            child = subprocess.run([*command, "--seed", str(seed + done)], capture_output=True, text=True, check=False)
-        done += count
+            command += ["--seed", str(seed + done)]
+            done += count
+            try:
+                child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 + count)
+            except subprocess.TimeoutExpired:
+                failures.append(f"{' '.join(command[1:])} did not end")
+                continue
         if child.returncode != 0:
             crashes += 1
             failures.append(f"exit {child.returncode}: {child.stderr[-2000:]}")

@@ -84,9 +84,9 @@ class Mirror:
 
     def reload(self, pages: Iterable[PageRow], free: Iterable[tuple[int, int]], classes: dict[int, int]) -> None:
         """Replace everything; `free` are (number, slot size). What is looked up meanwhile is as old or as new."""
-        rows = list(pages)  # by position below: a hundred thousand of them
+        rows = list({row[0]: row for row in pages}.values())  # a damaged index may have a name twice
         self._names = {row[2][0]: row[0] for row in rows}
-        self.order = LeafOrder.of((row[0], row[1], row[4], row[3]) for row in rows)
+        self.order = LeafOrder.of((row[0], row[1], row[4], row[3]) for row in rows)  # by position: a hundred thousand
         self.expiring = {row[0]: row[5] for row in rows if row[5]}
         self.classes = classes
         self._free = {}
