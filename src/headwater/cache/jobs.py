@@ -35,11 +35,22 @@ class Jobs:
         """All jobs under way, oldest first."""
         return iter(self._jobs.values())
 
-    def begin(self, kind: JobKind, tier: Tier, start: int, end: int, now_s: float, **more: Any) -> JobRecord:
-        """Write a job down, and what it queues. A breaker's probe is used up by this."""
+    def begin(
+        self,
+        kind: JobKind,
+        tier: Tier,
+        start: int,
+        end: int,
+        now_s: float,
+        *,
+        num_bytes: int | None = None,
+        **more: Any,
+    ) -> JobRecord:
+        """Write a job down, and what it queues: `num_bytes`, else all its blocks. A breaker's probe is used up."""
         if kind is not JobKind.PROMOTE:
             tier.breakers[kind].allows(now_s)
-        num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
+        if num_bytes is None:
+            num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
         job = JobRecord(
             job=self._next,
             kind=kind,
