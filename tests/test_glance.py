@@ -10,12 +10,13 @@ from headwater.build import open_local
 from headwater.cache.match import BlockStatus
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Event, JobDone, Look, encode
+from headwater.core.events import Event, Failure, JobDone, Look, encode
 from headwater.core.page import PageName
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
+from headwater.transfer.trouble import call
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs
 
@@ -98,6 +99,28 @@ def test_whatever_it_raises_the_store_is_asked(make: Callable[..., Rig]) -> None
     store.answer = trouble
     assert rig.worker.glance(look(rig, 2)) is None
     assert rig.ear.results(rig.look(2)) == ["absent"] * 2
+
+
+@pytest.mark.fault("D2")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_passes_on_the_callers_thread(
+    make: Callable[..., Rig], kind: type[BaseException]
+) -> None:
+    def ends(_: object) -> None:
+        raise kind("for the caller")
+
+    store = Knowing()
+    rig = make({"host": store})
+    store.answer = ends
+    with pytest.raises(kind):
+        rig.worker.glance(look(rig, 2))
+    with pytest.raises(kind):
+        call("host", lambda: store.answer(None))
+    rig.saved(range(2))  # in threads that have no caller
+    odd(rig).raises["get_into"] = kind("in a thread of ours")
+    assert rig.ear.failure(rig.load([100, 101])) is Failure.FAILED
+    odd(rig).raises.clear()
+    rig.loaded([200, 201], range(2))
 
 
 def test_a_store_that_is_off_is_not_believed_at_a_glance(make: Callable[..., Rig], tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class Hands:
         raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
 
     def glance(self, order: Look) -> tuple[str, ...] | None:
-        """A Look's answer from memory; None: there is none. Does not block. Raises nothing: then it is asked again."""
+        """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
         store = self._tiers[order.store].store
         if not isinstance(store, Glancing):
             return None
