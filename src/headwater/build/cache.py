@@ -141,10 +141,10 @@ def open_group(
 
 
 def open_residency(config: ResidencyConfig, *, metrics: Metrics | None = None) -> Residency:
-    """The index of who holds what. Connects when it is asked. Raises StoreUnavailable for no address, NotInstalled."""
+    """The index of who holds what. Connects when it is asked. Raises StoreUnavailable for no address."""
     if config.url == MEMORY_URL:
         return MemoryResidency()
-    from headwater.residency.redis import RedisResidency  # an extra
+    from headwater.residency.redis import RedisResidency  # sockets and TLS, for who has a server
 
     return RedisResidency(config.url, prefix=config.prefix, keep_s=3 * config.round_every_s, metrics=metrics)
 
