@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.core.errors import HeadwaterError, InvalidInput, NotInstalled
 from headwater.metrics import BUCKETS_S, FAMILIES, PREFIX, Kind, Metrics
-from headwater.storage.base import PutStatus
-from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import MeteredStore
-from headwater.testing.pages import sample_page
-from headwater.testing.stores import put, read, soon
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "headwater"
 
@@ -49,9 +44,9 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
 
 def test_counters_and_gauges_by_labels_in_any_order() -> None:
     metrics = Metrics()
-    metrics.count("store_pages_total", 3, store="host", call="get", outcome="hit")
-    metrics.count("store_pages_total", 2, outcome="hit", store="host", call="get")
-    metrics.count("store_pages_total", store="disk", call="get", outcome="miss")
+    metrics.count("jobs_total", 3, tier="host", job="get", outcome="hit")
+    metrics.count("jobs_total", 2, outcome="hit", tier="host", job="get")
+    metrics.count("jobs_total", tier="disk", job="get", outcome="miss")
     metrics.count("saved_seconds_total", 0.25)
     metrics.count("saved_seconds_total", amount=0.5)
     metrics.gauge("queue_jobs", 7, tier="host")
@@ -59,12 +54,12 @@ def test_counters_and_gauges_by_labels_in_any_order() -> None:
     metrics.gauge("queue_jobs", 1, tier="disk")
     assert metrics.counters() == {
         "saved_seconds_total": 0.75,
-        'store_pages_total{store="host",call="get",outcome="hit"}': 5,
-        'store_pages_total{store="disk",call="get",outcome="miss"}': 1,
+        'jobs_total{tier="host",job="get",outcome="hit"}': 5,
+        'jobs_total{tier="disk",job="get",outcome="miss"}': 1,
     }
-    assert metrics.value("store_pages_total", store="host", call="get", outcome="hit") == 5
-    assert metrics.value("store_pages_total", call="get") == 6
-    assert metrics.value("store_pages_total", store="pool") == 0
+    assert metrics.value("jobs_total", tier="host", job="get", outcome="hit") == 5
+    assert metrics.value("jobs_total", job="get") == 6
+    assert metrics.value("jobs_total", tier="pool") == 0
     assert metrics.value("queue_jobs", tier="host") == 4
     assert metrics.value("queue_jobs") == 5
 
@@ -238,7 +233,7 @@ def test_the_default_bound_holds() -> None:
 
 def test_prometheus_reads_what_was_counted() -> None:
     metrics = Metrics()
-    metrics.count("store_bytes_total", 1 << 50, store="host", call="put")
+    metrics.count("moved_bytes_total", 1 << 50, tier="host", direction="in")
     metrics.count("waited_seconds_total", 0.125)
     metrics.gauge("breaker_state", 2, tier="disk")
     metrics.event("local_rebuilt")
@@ -247,7 +242,7 @@ def test_prometheus_reads_what_was_counted() -> None:
     for name, family in FAMILIES.items():
         found = families[PREFIX + name.removesuffix("_total")]
         assert (found.type, found.documentation) == (family.kind.value, family.help)
-    assert samples(metrics, "store_bytes_total") == {("put", "host"): 1 << 50}
+    assert samples(metrics, "moved_bytes_total") == {("in", "host"): 1 << 50}
     assert samples(metrics, "waited_seconds_total") == {(): 0.125}
     assert samples(metrics, "saved_seconds_total") == {(): 0}
     assert samples(metrics, "breaker_state") == {("disk",): 2}
@@ -260,13 +255,13 @@ def test_a_histogram_counts_up_to_each_end() -> None:
     assert list(BUCKETS_S) == sorted(BUCKETS_S)
     observed = [0, 1e-6, 1.5e-6, 0.01, 0.0101, 100, 101]
     for seconds in observed:
-        metrics.observe("store_call_seconds", seconds, store="host", call="get")
-    found = {end: value for (_, end, _), value in samples(metrics, "store_call_seconds_bucket").items()}
+        metrics.observe("job_seconds", seconds, tier="host", job="get")
+    found = {end: value for (_, end, _), value in samples(metrics, "job_seconds_bucket").items()}
     assert found.pop("+Inf") == len(observed)
     assert found == {str(end): sum(seconds <= end for seconds in observed) for end in BUCKETS_S}
-    assert samples(metrics, "store_call_seconds_count") == {("get", "host"): len(observed)}
-    assert samples(metrics, "store_call_seconds_sum") == {("get", "host"): pytest.approx(sum(observed))}
-    assert metrics.value("store_call_seconds", store="host") == pytest.approx(sum(observed))
+    assert samples(metrics, "job_seconds_count") == {("get", "host"): len(observed)}
+    assert samples(metrics, "job_seconds_sum") == {("get", "host"): pytest.approx(sum(observed))}
+    assert metrics.value("job_seconds", tier="host") == pytest.approx(sum(observed))
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 1 << 53), min_size=1))
@@ -299,43 +294,3 @@ def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_only_prometheus_loads_the_client() -> None:
     code = "import sys, headwater.build, headwater.cli; sys.exit('prometheus_client' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# --- a store that is metered ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def metered() -> Iterator[MeteredStore]:
-    with MeteredStore(MemoryStore(1 << 20), "host", Metrics()) as store:
-        yield store
-
-
-def test_a_metered_store_tells_calls_pages_bytes_and_seconds(metered: MeteredStore) -> None:
-    page, absent = sample_page(1), sample_page(2)
-    assert put(metered, [page]) == [PutStatus.STORED]
-    put(metered, [page])
-    read(metered, [page, absent])
-    metered.contains([page.name, absent.name], deadline=soon())
-    metered.delete([page.name, absent.name], deadline=soon())
-    counters = metered.metrics.counters()
-    pages = {title: value for title, value in counters.items() if title.startswith("store_pages_total")}
-    expected = {
-        ("put", "stored"): 1,
-        ("put", "exists"): 1,
-        ("get", "hit"): 1,
-        ("get", "miss"): 1,
-        ("contains", "held"): 1,
-        ("contains", "absent"): 1,
-        ("delete", "removed"): 1,
-        ("delete", "absent"): 1,
-    }
-    assert pages == {
-        f'store_pages_total{{store="host",call="{call}",outcome="{outcome}"}}': value
-        for (call, outcome), value in expected.items()
-    }
-    for call, num_calls, num_bytes in (("put", 2, len(page.frame)), ("get", 1, len(page.frame)), ("delete", 1, 0)):
-        assert metered.metrics.value("store_calls_total", store="host", call=call) == num_calls
-        assert metered.metrics.value("store_bytes_total", store="host", call=call) == num_bytes
-        seconds = metered.metrics.value("store_seconds_total", store="host", call=call)
-        assert 0 < seconds == metered.metrics.value("store_call_seconds", store="host", call=call)
-        assert samples(metered.metrics, "store_call_seconds_count")[call, "host"] == num_calls

@@ -82,11 +82,6 @@ _DECLARED: Final = (
     (COUNTER, "rank_trouble_total{rank,job,reason}", "Jobs of which less came because of a rank, by what it said"),
     (HISTOGRAM, "rank_seconds{rank,job}", "Seconds from asking a rank to its answer"),
     # Stores.
-    (COUNTER, "store_calls_total{store,call}", "Calls of a store"),
-    (COUNTER, "store_pages_total{store,call,outcome}", "Pages asked of a store, by what became of each"),
-    (COUNTER, "store_bytes_total{store,call}", "Bytes that a store took or gave"),
-    (COUNTER, "store_seconds_total{store,call}", "Seconds spent in a store's calls"),
-    (HISTOGRAM, "store_call_seconds{store,call}", "Seconds that one call of a store took"),
     (COUNTER, "refused_calls_total{store,reason}", "Calls answered without asking the store, by why"),
     (GAUGE, "stuck_calls{store}", "Calls of a store that did not return by their deadline, and have not yet"),
     (COUNTER, "bad_pages_total{fault}", "Pages that a store gave and verification turned down, by fault"),

@@ -23,7 +23,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
 from headwater.residency.publisher import Publisher
-from headwater.storage.base import Registering, Store
+from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
@@ -108,8 +108,8 @@ def open_engine(
             else:
                 staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
                 for store in stores.values():
-                    if isinstance(store, Registering):
-                        store.register(pages.memory)
+                    if (registering := store.registering()) is not None:
+                        registering.register(pages.memory)
         cache_config = CacheConfig(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,
@@ -158,8 +158,8 @@ def _open_handoffs(
     if pages is None:
         raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory to hand KV over")
     stack.enter_context(pages)
-    if isinstance(store, Registering):
-        store.register(pages.memory)
+    if (registering := store.registering()) is not None:
+        registering.register(pages.memory)
     staging = stack.enter_context(TorchStaging(planes, pages))
     naming = Naming(identity=identity.digest, layout=layout)
     others = [size for size in SIZES if size != 1]

@@ -85,8 +85,8 @@ class InPlaceJobs:
 
     def reaches(self, name: str) -> bool:
         """Whether a store's pages can be copied in place. Registers its memory the first time."""
-        store = self._tiers[name].store
-        if self._staging is None or not isinstance(store, Addressable):
+        store = self._tiers[name].store.addressable()
+        if self._staging is None or store is None:
             return False
         memory = call(name, store.memory)
         return memory is not None and self._staging.reaches(memory)
@@ -287,8 +287,8 @@ class InPlaceJobs:
             raise transfer.error
 
     def _addressable(self, name: str) -> Addressable:
-        store = self._tiers[name].store
-        if not isinstance(store, Addressable):
+        store = self._tiers[name].store.addressable()
+        if store is None:
             raise StoreTrouble(f"the pages of {name} have no address")
         return store
 

@@ -28,7 +28,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Registering, Store
+from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.local import directory
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -115,8 +115,8 @@ def open_worker(
             raise InvalidConfig(f"{num_pages * page} bytes of host memory for staging cannot be had")
         staging = stack.enter_context(TorchStaging(device, stack.enter_context(pages)))
         for store in stores.values():
-            if isinstance(store, Registering):
-                store.register(pages.memory)
+            if (registering := store.registering()) is not None:
+                registering.register(pages.memory)
         hands = Worker(
             stores,
             staging,
