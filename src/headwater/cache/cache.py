@@ -237,13 +237,26 @@ class TieredCache:
             self._handle(ev.Filled(now_s=self._now_s(), request=request, keys=tuple(keys)))
             return self.brain.requests[request].hold.num_blocks
 
-    def saving(self, request: str, store: str) -> bool:
-        """Whether blocks of a request are on their way to a store."""
+    def wait_saved(
+        self, request: str, store: str, timeout_s: float, *, stopped: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until no blocks of a request are on their way to a store. Blocks, until the time is over at most.
+
+        False: it was, or `stopped` says so; who changes its mind calls `wake`.
+        """
+        until_s = self._clock.monotonic() + timeout_s
         with self._lock:
-            record = self.brain.requests.get(request)
-            return record is not None and any(
-                job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
-            )
+            while self._saving(request, store):
+                left_s = until_s - self._clock.monotonic()
+                if left_s <= 0 or self._closed or stopped():
+                    return False
+                self._changed.wait(left_s)
+        return True
+
+    def wake(self) -> None:
+        """Have everybody who waits here look again whether that makes sense."""
+        with self._lock:
+            self._changed.notify_all()
 
     def release(self, request: str) -> ev.Finished | None:
         """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""
@@ -367,6 +380,12 @@ class TieredCache:
                 self.metrics.gauge("device_slots", num, state=state.name.lower())
             for tier in self.brain.tiers.values():
                 self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
+
+    def _saving(self, request: str, store: str) -> bool:
+        record = self.brain.requests.get(request)
+        return record is not None and any(
+            job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+        )
 
     def _progress(self, request: str) -> Progress:
         record = self.brain.requests.get(request)

@@ -174,6 +174,7 @@ class Engine:
         with self._lock:
             request.cancelled = True
             self._lock.notify()
+        self._handover.wake()
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
