@@ -33,9 +33,9 @@ from headwater.core.keys import BlockKey, block_keys
 from headwater.core.page import page_name
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Found, Holder, Node, Residency, lookup_tokens
+from headwater.residency.base import Found, Holder, Node, Residency, lookup_tokens
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Change, Kind, State, Update, decode, encode
+from headwater.residency.events import TIERS, Applied, Change, Kind, State, Update, decode, encode
 from headwater.residency.herald import Herald
 from headwater.residency.holdings import StoreHoldings
 from headwater.residency.memory import MemoryResidency

@@ -17,8 +17,8 @@ from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Found, Node, Residency, holder, prefixes, ranked
-from headwater.residency.events import TIERS, Update, require
+from headwater.residency.base import Found, Node, Residency, holder, prefixes, ranked
+from headwater.residency.events import TIERS, Applied, Update, require
 from headwater.residency.redis_scripts import LOOKUP, REMEMBERED_MS, UPDATE
 from headwater.storage.base import Deadline
 from headwater.storage.redis_lines import RedisError, RedisLines, Refused

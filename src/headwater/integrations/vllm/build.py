@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headwater.build import open_host_pages, open_publisher
 from headwater.build import open_tiers as open_tiers  # tests put stores in its place
-from headwater.cache.lent import LentBrain, LentCache
+from headwater.cache.lent import LentBrain
+from headwater.cache.lent_cache import LentCache
 from headwater.config import CacheConfig, ResidencyConfig, default_node
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
