@@ -603,7 +603,8 @@ def serve(
     index_only: Annotated[
         bool,
         typer.Option(
-            "--index-only", help="Keep the residency index, and move no data to or from a pool ($HEADWATER_INDEX_ONLY)."
+            "--index-only",
+            help="Keep the residency index, and use no pool, not $HEADWATER_POOL either ($HEADWATER_INDEX_ONLY).",
         ),
     ] = False,
     no_cache: Annotated[
@@ -619,6 +620,7 @@ def serve(
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
     _log_to_stderr()
+    index_only = index_only or config.index_only()
     options = config.ServeConfig(
         model=model or start.tiny_model(config.default_directory()),
         name=name,
@@ -635,10 +637,10 @@ def serve(
         host_bytes=host_mib << 20 if host_mib else None,
         disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 and not no_cache else None,
         disk_bytes=disk_mib << 20 if disk_mib else None,
-        pool=pool or (None if no_cache else config.default_pool()),
+        pool=pool or (None if no_cache or index_only else config.default_pool()),
         residency=residency or (None if no_cache else config.default_residency()),
         node=node,
-        index_only=index_only or config.index_only(),
+        index_only=index_only,
         role=_role(role),
         routers=tuple(url.rstrip("/") for url in router or ()),
         advertise=None if advertise is None else advertise.rstrip("/"),

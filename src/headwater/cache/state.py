@@ -67,7 +67,6 @@ class Brain:
             ev.GaveUp: self._gave_up,
             ev.Left: self._left,
             ev.Paced: self._paced,
-            ev.Ticked: self._ticked,
             ev.Copied: self._copied,
             ev.JobDone: self._job_done,
             ev.JobFailed: self._job_failed,
@@ -275,6 +274,7 @@ class Brain:
         self._forget_pending(event.request, request.keys)
         self.index.release(request.hold, now_s=event.now_s)
         self._account(request, event.now_s)
+        self._clean(event.now_s)  # what it held may be among the next to leave the device
 
     def _forget_pending(self, name: str, keys: Iterable[BlockKey]) -> None:
         pending = self.pending
@@ -375,9 +375,6 @@ class Brain:
         if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
             raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
         self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
-
-    def _ticked(self, event: ev.Ticked) -> None:
-        self._clean(event.now_s)
 
     def _store_off(self, event: ev.StoreOff) -> None:
         tier = self._tier(event.store)

@@ -113,11 +113,6 @@ class Paced(Event):
     slope_s: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked(Event):
-    """Time passed."""
-
-
 # --- what the hands say -----------------------------------------------------------------------------------------------
 
 
@@ -283,7 +278,7 @@ class Lost(Instruction):
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Ticked, Copied, JobDone, JobFailed, StoreOff, StoreOn),
+        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Copied, JobDone, JobFailed, StoreOff, StoreOn),
         *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }
