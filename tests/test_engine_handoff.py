@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from brain_kit import fail_at
 from headwater.build import open_pool, stores
 from headwater.cache.jobs import Jobs
 from headwater.core.errors import InvalidInput
@@ -281,6 +282,37 @@ def test_who_waits_for_the_cache_s_writes_is_woken_and_does_not_look(
             made[0].release()
     finally:
         made[0].release()
+
+
+@pytest.mark.fault("D3")
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 8, 13, 21])
+def test_a_brain_that_fails_under_a_handoff(pair: tuple[Node, Node], alone: Node, number: int) -> None:
+    """Whoever is being handed over ends rightly or with an error; what comes afterwards is right; nothing is left."""
+    prefill, decode = pair
+    asked = [prompt_of(5 * BLOCK + 7, seed) for seed in range(100 + 3 * number, 103 + 3 * number)]
+    right = [alone.ask(prompt) for prompt in asked]
+    warm = prefill.send(asked[0]).ticket
+    decode.take(warm, asked[0])
+    for node in pair:
+        fail_at(node.running.cache.brain, number)
+    sent = [prefill.send(prompt) for prompt in asked]
+    for prompt, one, wanted in zip(asked, sent, right, strict=True):
+        assert one.last.finish in (Finish.SENT, Finish.FAILED)
+        if one.last.finish is Finish.SENT:
+            taken = decode.take(one.ticket, prompt)
+            if taken.last.finish is Finish.REFUSED:  # it failed when this one wanted slots: others may be asked
+                taken = decode.take(one.ticket, prompt)
+            assert taken.last.finish is Finish.LENGTH
+            assert wanted.last.finish is Finish.LENGTH
+            assert taken.tokens == wanted.tokens
+    for node in pair:
+        node.until_free()
+        if node.running.cache.failed is not None:
+            assert node.running.cache.revive_brain()
+    ticket = prefill.send(asked[1]).ticket
+    assert decode.take(ticket, asked[1]).last.finish is Finish.LENGTH
+    for node in pair:
+        node.until_free()
 
 
 def test_a_cancelled_handoff_gives_everything_back(pair: tuple[Node, Node]) -> None:

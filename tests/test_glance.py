@@ -10,12 +10,13 @@ from headwater.build import open_local
 from headwater.cache.match import BlockStatus
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Event, Failure, JobDone, Look, encode
+from headwater.core.events import Failure, JobDone, Look, encode
 from headwater.core.page import PageName
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
+from headwater.testing.virtual import EventList
 from headwater.transfer.trouble import call
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs
@@ -143,9 +144,9 @@ def test_a_match_is_settled_at_once_and_the_record_can_be_replayed(shm: Path, tm
         cache.commit("first", wanted[:4])
         cache.release("first")
         assert cache.drain(20)
-    heard: list[Event] = []
+    heard = EventList()
     with engine(layout, stores, "cpu") as (cache, _):
-        cache._record = heard.append
+        cache._recorder = heard
         found = cache.match("second", wanted, root=ROOT)  # once: nobody waited
         assert found.settled
         assert [(part.status, part.tier, part.end) for part in found.parts] == [

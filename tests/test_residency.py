@@ -14,7 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from brain_kit import finish, live, run, the, tier, tokens
 from headwater.build import open_cache, open_local, open_publisher, open_residency
-from headwater.cache.cache import NoHands, TieredCache
+from headwater.cache.cache import TieredCache
+from headwater.cache.hands import NoHands
 from headwater.cache.state import Brain
 from headwater.config import (
     CacheConfig,

@@ -16,12 +16,12 @@ BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version
 class Jobs:
     """The book of jobs, and the list of instructions they go out by. Says when a store is left alone, and when not."""
 
-    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction]) -> None:
+    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction], *, first: int = 1) -> None:
         self.tiers = tiers
         self.block_bytes = block_bytes
         self.out = out
         self._jobs: dict[int, JobRecord] = {}
-        self._next = 1
+        self._next = first
 
     def __getitem__(self, job: int) -> JobRecord:
         """A job that is under way."""

@@ -5,6 +5,7 @@ is who owns the device (`index/lent.py`): a request's slots are known while it r
 for others before `reading` says that nothing of the request is read any more, nor while something is loaded into them.
 """
 
+from collections.abc import Collection
 from typing import Final
 
 from headwater.cache import snapshot
@@ -25,14 +26,14 @@ _MARKS_PER_SLOT: Final = 8  # blocks of which it is remembered where they were w
 class LentBrain(Brain):
     """A brain whose device is another's."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
         """Raises InvalidConfig for tiers that are written when blocks are hit or evicted: only the engine knows."""
         wrong = [tier.name for tier in config.tiers if tier.save in (SaveWhen.HITS, SaveWhen.EVICTION)]
         if wrong:
             raise InvalidConfig(
                 f"{', '.join(wrong)}: hits and evictions are the engine's, so blocks are saved on commit or never"
             )
-        super().__init__(config)
+        super().__init__(config, first_job=first_job)  # the engine itself knows which slots are used
         self._handlers[ev.Lent] = self._lent
         del self._handlers[ev.Wanted]
 

@@ -11,11 +11,11 @@ Slots are numbers of the engine's: nothing is free, taken or given back.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.ghosts import Ghosts
@@ -192,6 +192,9 @@ class LentSlots(DeviceSlots):
     def quarantine(self, slots: Iterable[int]) -> None:
         """The engine keeps them until it hears that the job has ended."""
 
+    def withhold(self, slots: Collection[int]) -> None:
+        """The engine knows who uses them."""
+
     def absolve(self, slots: Sequence[int]) -> None:
         """The engine hears of it."""
 
@@ -205,5 +208,6 @@ class LentSlots(DeviceSlots):
 
 
 def _path(hold: Hold) -> _Path:
-    assert isinstance(hold.at, _Path), "a hold of another index"
+    if not isinstance(hold.at, _Path):
+        raise Contradiction("a hold of another index")
     return hold.at
