@@ -110,7 +110,7 @@ def statuses(world: World, guest: Guest) -> list[str]:
 Step = Callable[[World], None]
 
 
-# --- a brain that fails ------------------------------------------------------------------------------------------------
+# --- a brain that fails -----------------------------------------------------------------------------------------------
 
 
 class Injected(Exception):

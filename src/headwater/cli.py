@@ -615,6 +615,17 @@ def serve(
     step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
     max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write down all that the cache's brain hears, for `headwater replay --events FILE`.",
+            show_default="nowhere",
+        ),
+    ] = None,
+    record_bytes: Annotated[
+        int, typer.Option(help="How large that file may get; then it says that it is cut.")
+    ] = config.RECORD_BYTES,
 ) -> None:
     """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
@@ -655,6 +666,8 @@ def serve(
         step_tokens=step_tokens,
         request_timeout_s=timeout,
         cache=not no_cache,
+        record=record,
+        record_bytes=record_bytes,
     )
     start.run(options, any_port=port is None, say=typer.echo)
 
@@ -973,6 +986,14 @@ def replay(
     plot: Annotated[
         Path | None, typer.Option(help="Draw hit ratio over blocks, with its bounds, as .png, .svg or .pdf.")
     ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of TRACE: handle again what a server or connector recorded (--record); exit code 1 if "
+            "anything comes out differently.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay a request trace through the cache's own decisions, in virtual time, beside Belady's MIN.
@@ -987,8 +1008,11 @@ def replay(
     from headwater.replay.synthetic import Synthetic
     from headwater.replay.trace import Trace, TraceFile
 
-    if (trace is None) == (synthetic is None):
-        raise InvalidConfig("say what to replay: a TRACE, or --synthetic")
+    if (trace is not None) + (synthetic is not None) + (events is not None) != 1:
+        raise InvalidConfig("say what to replay: a TRACE, --synthetic or --events")
+    if events is not None:
+        _replay_events(events, as_json=as_json)
+        return
     source: Trace
     if trace is not None:
         source = TraceFile(trace, block_tokens=block_tokens, full_blocks_only=full_blocks_only)
@@ -1016,6 +1040,16 @@ def replay(
         if plot is not None and canvas is not None:
             picture.draw(found, canvas, format=plot.suffix[1:].lower())
     _print_json({"command": "replay", **found.document()}) if as_json else draw.replays(found)
+
+
+def _replay_events(path: Path, *, as_json: bool) -> None:
+    from headwater.replay.events import replay_events
+
+    with draw.progress() as tell:
+        found = replay_events(path, tell=tell)
+    _print_json({"command": "replay --events", **found.document()}) if as_json else draw.recording(found)
+    if not found.same:
+        raise typer.Exit(1)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

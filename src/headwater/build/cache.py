@@ -1,6 +1,8 @@
 """A cache from its parts, for an engine of one rank or of several; and who tells the cluster of it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cache.cache import TieredCache
@@ -21,6 +23,7 @@ from headwater.residency.holdings import WHOLE, StoreHoldings
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Publisher
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
+from headwater.storage.recording import FileRecorder
 from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -138,6 +141,17 @@ def open_group(
     ranks.deliver = cache.deliver
     ranks.on_first_layer(cache.notice)
     return cache
+
+
+def open_recorder(
+    path: Path | None, limit_bytes: int, stack: ExitStack, *, metrics: Metrics | None = None
+) -> FileRecorder | None:
+    """Who writes down what a brain hears, for `open_cache`; the stack closes it. None: nobody. Raises InvalidConfig."""
+    if path is None:
+        return None
+    recorder = FileRecorder(path, limit_bytes=limit_bytes, metrics=metrics)
+    stack.callback(recorder.close)
+    return recorder
 
 
 def open_residency(config: ResidencyConfig, *, metrics: Metrics | None = None) -> Residency:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headwater.engine.models.base import Model
     from headwater.engine.tokenizer import Tokenizer
     from headwater.transfer.arena import DeviceCache
-from headwater.build.cache import open_cache, open_publisher
+from headwater.build.cache import open_cache, open_publisher, open_recorder
 from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
 
 _STAGING_PAGES: Final = 256  # at most, and
@@ -116,8 +116,17 @@ def open_engine(
             block_bytes=layout.page_bytes,
             tiers=tuple(TierConfig(name=name) for name in stores),
         )
+        recorder = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
         cache = stack.enter_context(
-            open_cache(cache_config, stores, staging, layout=layout, identity=model.identity.digest, metrics=metrics)
+            open_cache(
+                cache_config,
+                stores,
+                staging,
+                layout=layout,
+                identity=model.identity.digest,
+                metrics=metrics,
+                recorder=recorder,
+            )
         )
         publisher = None
         if config.residency is not None:

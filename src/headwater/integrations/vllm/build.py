@@ -1,13 +1,14 @@
 """The connector's own `build.py`: the one place here that names concrete classes and introduces them to each other."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headwater.build import open_host_pages, open_publisher
+from headwater.build import open_host_pages, open_publisher, open_recorder
 from headwater.build import open_tiers as open_tiers  # tests put stores in its place
 from headwater.cache.lent import LentBrain
 from headwater.cache.lent_cache import LentCache
@@ -186,7 +187,12 @@ def open_scheduler(
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
         courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks))
-        cache = LentCache(LentBrain(cache_config), courier, clock=SYSTEM_CLOCK, metrics=metrics)
+        path = config.record
+        if path is not None:  # replicas have one configuration
+            path = path.with_name(f"{path.name}.{os.getpid()}")
+        recorder = open_recorder(path, config.record_bytes, stack, metrics=metrics)
+        brain = LentBrain(cache_config)
+        cache = LentCache(brain, courier, clock=SYSTEM_CLOCK, metrics=metrics, recorder=recorder)
         courier.deliver = cache.deliver
         listener = None
         if config.residency is not None:
