@@ -672,6 +672,30 @@ def serve(
     start.run(options, any_port=port is None, say=typer.echo)
 
 
+@app.command()
+def revive(
+    what: Annotated[
+        str | None, typer.Argument(help="A tier's name, or `brain`.", show_default="all that is off")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Where the server is.")
+    ] = f"http://127.0.0.1:{config.DEFAULT_PORT}",
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$HEADWATER_API_KEY, or none")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait: a store may have to be rebuilt.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Have a server use again what its cache has switched off: a damaged tier, a brain that failed. No restart."""
+    from headwater.serve.revive import ask_to_revive
+
+    key = api_key or config.default_api_key()
+    found = ask_to_revive(url.rstrip("/"), what=what, key=key, timeout_s=timeout)
+    _print_json({"command": "revive", **found.document()}) if as_json else draw.revived(found)
+    if found.still_off:
+        raise typer.Exit(1)
+
+
 def _role(text: str) -> Role:
     try:
         return Role(text)

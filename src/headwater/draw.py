@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headwater.pool.local import PoolStatus
     from headwater.replay.events import Replayed
     from headwater.replay.sweep import Sweep
+    from headwater.serve.revive import Revived
     from headwater.verify import Case
     from headwater.verify.pd import PdReport
     from headwater.verify.pd_cases import PdCase
@@ -218,6 +219,16 @@ def pool(found: "PoolStatus") -> None:
         output().print(Text(f"headwater serve --pool '{found.url}'"), soft_wrap=True)
     else:
         output().print(Text(f"down: {found.why}"), style="red", soft_wrap=True)
+
+
+def revived(found: "Revived") -> None:
+    """Draw what was put right."""
+    if not found.was_off:
+        output().print("nothing was off")
+    for name, why in found.was_off.items():
+        fine = name in found.revived
+        words = f"{name} is used again" if fine else f"{name} is still off"
+        output().print(Text(f"{words}; it was off because: {why}"), style="" if fine else "red", soft_wrap=True)
 
 
 def recording(found: "Replayed") -> None:

@@ -98,6 +98,11 @@ class Shell:
 
     # --- trouble ------------------------------------------------------------------------------------------------------
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Its stores' names, fastest first."""
+        return tuple(tier.name for tier in self._config.tiers)
+
     def troubles(self) -> dict[str, str]:
         """What is not used, and why: stores that were switched off, by name, and `brain`."""
         with self._lock:
@@ -139,8 +144,7 @@ class Shell:
         self.metrics.count("brain_failures_total")
         self.metrics.event("brain_failed", why=why)
         if self._announcer is not None:
-            tiers = DEVICE, *(tier.name for tier in self._config.tiers)
-            self._announcer.offer([ev.Lost(tier=name) for name in tiers])
+            self._announcer.offer([ev.Lost(tier=name) for name in (DEVICE, *self.tiers)])
         with suppress(HeadwaterError):  # if the hands are closed, they have ended all jobs
             self._hands.submit([ev.Cancel(job=number) for number in self._old.jobs])
 
