@@ -15,7 +15,7 @@ from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Store
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
-from headwater.storage.mapped import MappedStore
+from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
