@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from headwater.cache.custody import Custody
 from headwater.cache.hands import Announcer, Clock, Hands, Recorder
@@ -161,7 +161,7 @@ class Shell:
 
     def _is_old(self, event: ev.Event) -> bool:
         """Whether an event is not for this brain: of a job of one before it, or of a store that it does not use."""
-        if isinstance(event, ev.JobDone | ev.JobFailed | ev.Copied) and event.job < self.brain.first_job:
+        if isinstance(event, (ev.JobDone, ev.JobFailed, ev.Copied)) and event.job < self.brain.first_job:
             self._old.copied(event.job) if isinstance(event, ev.Copied) else self._old.ended(event.job)
             self._vacate()
             return True
@@ -195,8 +195,9 @@ class Shell:
 
         If the brain fails, nothing was said, and another one is there.
         """
-        self._note(event)
-        interrupt: BaseException | None = None
+        note = _NOTES.get(type(event))
+        if note is not None:  # what is over is over, whatever the brain makes of it
+            note(self._custody, event)
         try:
             out = self.brain.handle(event)
         except InvalidInput:
@@ -227,20 +228,13 @@ class Shell:
             raise interrupt
         return out
 
-    def _note(self, event: ev.Event) -> None:
-        """What is over is over, whatever the brain makes of it."""
-        if isinstance(event, ev.JobDone | ev.JobFailed):
-            self._custody.ended(event.job)
-        elif isinstance(event, ev.Copied):
-            self._custody.copied(event.job)
-        elif isinstance(event, ev.Left):
-            self._custody.left(event.request)
-
     def _pass_on(self, event: ev.Event, out: Sequence[ev.Instruction]) -> tuple[list[ev.JobDone], BaseException | None]:
         """Count, tell, and have the hands begin. Returns what they knew at a glance, and what interrupted that."""
         self._report(out)
         if self._announcer is not None and (moves := self.brain.moves.take()):
             self._announcer.offer(moves)
+        if not out:
+            return [], None
         work: list[ev.Instruction] = []
         answers: list[ev.JobDone] = []
         interrupt: BaseException | None = None
@@ -288,6 +282,14 @@ class Shell:
                 self.metrics.gauge("device_slots", num, state=state.name.lower())
             for tier in self.brain.tiers.values():
                 self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
+
+
+_NOTES: Final[dict[type[ev.Event], Callable[[Custody, Any], None]]] = {
+    ev.JobDone: lambda custody, event: custody.ended(event.job),
+    ev.JobFailed: lambda custody, event: custody.ended(event.job),
+    ev.Copied: lambda custody, event: custody.copied(event.job),
+    ev.Left: lambda custody, event: custody.left(event.request),
+}
 
 
 def _place(error: BaseException) -> str:
