@@ -124,6 +124,13 @@ def cached(hands: NoHands | None = None, **options: Any) -> TieredCache:
     return TieredCache(Brain(config), hands or Busy(), clock=FakeClock(), metrics=Metrics())
 
 
+class Stillborn(Brain):
+    """Fails at whatever it hears."""
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        raise RuntimeError("as the test wants it")
+
+
 KEYS = path_keys([1, 2, 3])
 
 
@@ -327,7 +334,37 @@ def test_hands_that_take_no_more_are_no_reason_to_raise() -> None:
     cache = cached(Refusing())
     assert cache.match("a", KEYS, root=ROOT).num_hit == 0
     assert cache.failed is not None
+    assert not cache._old.jobs, "nobody will ever say that they have ended"
     assert cache.reserve("a", 3) is not None
+
+
+@pytest.mark.fault("D3")
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_cache_whose_brain_fails_while_it_is_closed_is_closed(number: int) -> None:
+    hands = Busy()
+    cache = cached(hands)
+    for name in ("a", "b", "c"):
+        assert live(cache, name, 2, KEYS[:2]) is not None
+    fail_at(cache.brain, number)
+    assert cache.close()
+    assert cache.failed is not None
+    assert not cache._old.grants
+    for job in hands.jobs():
+        cache.deliver(ev.JobFailed(now_s=0.0, job=job.job, failure=ev.Failure.CANCELLED))
+    assert cache.brain.slots.counts()[SlotState.FREE] == 8
+
+
+def test_a_fresh_brain_may_fail_at_once() -> None:
+    cache = cached()
+    cache.pace(1.0, 0.0)
+    for store in ("host",):
+        cache.deliver(ev.StoreOff(now_s=0.0, store=store, why="damaged"))
+    fail_at(cache.brain, 0)
+    cache.pace(2.0, 0.0)
+    cache._kind = Stillborn
+    assert not cache.revive_brain()
+    assert cache.failed is not None
+    assert live(cache, "a") is not None
 
 
 @pytest.mark.parametrize("what", ["queued_load_bytes", "queued_save_bytes", "num_pinning"])

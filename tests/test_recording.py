@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,23 @@ def test_a_brain_that_failed_fails_at_the_same_event_again(tmp_path: Path, monke
     assert mended.difference is not None
     assert "a Filled: it failed (Injected: a fault of the brain's own" in mended.difference
     assert "takes it in now" in mended.difference
+
+
+def test_hands_that_cannot_obey_are_no_difference(tmp_path: Path) -> None:
+    """The brain heard the event and said what it said; what failed then is not in a recording."""
+
+    class Refusing(NoHands):
+        def submit(self, instructions: Sequence[ev.Instruction]) -> None:
+            raise InvalidInput("not a job")
+
+    path = tmp_path / "events"
+    recorder = FileRecorder(path, limit_bytes=1 << 20)
+    with TieredCache(Brain(CONFIG), Refusing(), clock=FakeClock(), recorder=recorder) as cache:
+        live(cache, "a", 1, 2)
+        assert cache.failed is not None
+    assert recorder.close(WAIT_S)
+    found = replay_events(path)
+    assert (found.same, found.num_brains, found.cut) == (True, 2, None)
 
 
 # --- bounded, and in nobody's way -------------------------------------------------------------------------------------

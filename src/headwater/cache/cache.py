@@ -205,7 +205,8 @@ class TieredCache(Shell):
         """End all jobs; requests that are still here keep nothing. Idempotent. False if a store did not let go."""
         with self._lock:
             for request in list(self.brain.requests):
-                self._handle(ev.Left(now_s=self._clock.monotonic(), request=request))
+                if request in self.brain.requests:  # unless the brain fails at one of them
+                    self._handle(ev.Left(now_s=self._clock.monotonic(), request=request))
             for request in list(self._old.grants):
                 self._drop(request)
             if self._recorder is not None and not self._closed:

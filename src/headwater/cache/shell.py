@@ -125,18 +125,19 @@ class Shell:
             self.failed = None
             self.metrics.event("brain_revived")
             log.warning("the brain was revived: it begins with an empty device")
-            if self._pace is not None:
-                self._handle(replace(self._pace, now_s=now_s))
-            for store, why in self._off.items():
-                self._handle(ev.StoreOff(now_s=now_s, store=store, why=why))
+            known: list[ev.Event] = [replace(self._pace, now_s=now_s)] if self._pace is not None else []
+            known += [ev.StoreOff(now_s=now_s, store=store, why=why) for store, why in self._off.items()]
+            for event in known:
+                if self.failed is None:
+                    self._handle(event)
             revived = self.failed is None
         self.notice()
         return revived
 
-    def _fail(self, error: BaseException, event: ev.Event) -> None:
-        """The brain is not believed any more. The lock is held."""
+    def _fail(self, error: BaseException, event: ev.Event, *, heard: bool) -> None:
+        """The brain is not believed any more: it could not take an event in, or, `heard`, not be obeyed."""
         why = f"{type(error).__name__}: {error} ({_place(error)}, at a {type(event).__name__})"
-        if self._recorder is not None:
+        if self._recorder is not None and not heard:
             self._recorder.failed(event, why)
         self.failed = why
         self._renew(self.misses)
@@ -205,7 +206,7 @@ class Shell:
                 self._recorder.refused(event)
             raise
         except BaseException as error:
-            self._fail(error, event)
+            self._fail(error, event, heard=False)
             if not isinstance(error, Exception):
                 raise
             return []
@@ -216,7 +217,7 @@ class Shell:
         except BaseException as error:
             if self._closed and isinstance(error, ResourceClosed):
                 return out  # the hands have ended all jobs
-            self._fail(error, event)
+            self._fail(error, event, heard=True)
             if not isinstance(error, Exception):
                 raise
             return []
@@ -257,7 +258,12 @@ class Shell:
                 self._custody.granted(one.request, one.slots)
                 self._custody.named(one.request, self.brain.requests[one.request].hold.num_blocks)
         if work:
-            self._hands.submit(work)
+            try:
+                self._hands.submit(work)
+            except HeadwaterError:  # they took none of it
+                for one in work:
+                    self._custody.ended(one.job) if isinstance(one, ev.Job) else None
+                raise
         return answers, interrupt
 
     def _report(self, out: Sequence[ev.Instruction]) -> None:
