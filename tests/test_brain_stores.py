@@ -484,11 +484,30 @@ def test_cleaning_follows_every_commit() -> None:
     here = world(tier(save=SaveWhen.EVICTION), num_slots=4)
     guest = ask(here, "guest", "0")
     here.want(guest, 3)
+    here.tell(ev.StoreOff(now_s=0.0, store="host", why=""))
     here.leave(run(here, "other", "7"))
+    here.tell(ev.StoreOn(now_s=0.0, store="host"))
     assert saved(here) == []
     here.fill(guest, 1)
     assert [errand.order.keys for errand in jobs(here, ev.Save)] == [tuple(path_keys(tokens("7")))]
     here.close()
+
+
+@pytest.mark.fault("D6")
+def test_cleaning_follows_who_leaves() -> None:
+    """What nobody holds any more may be the next to go: it is written then, and not when room was taken from it."""
+    here = world(tier(save=SaveWhen.EVICTION), num_slots=2)
+    here.leave(run(here, "a", "01"))
+    assert saved(here) == [(0, 2)]
+    finish(here)
+    live(here, "b", "23")
+    assert total(here, "dropped_blocks_total") == 0
+    here.close()
+
+
+def nudge(here: World) -> None:
+    """Somebody comes and goes, and wants nothing: that is when the brain looks who leaves next."""
+    here.leave(ask(here, f"somebody {here.now_s}", "9999"))
 
 
 def test_cleaning_does_a_little_at_a_time() -> None:
@@ -498,13 +517,13 @@ def test_cleaning_does_a_little_at_a_time() -> None:
         live(here, f"r{at}", f"{at}")
     here.tell(ev.StoreOn(now_s=0.0, store="host"))
     assert saved(here) == []
-    here.wait(1.0)
+    nudge(here)
     assert len(saved(here)) == 8
-    here.wait(1.0)
+    nudge(here)
     assert len(saved(here)) == 8  # no more before some of them have read their blocks
     for job in list(jobs(here)):
         here.end(job)
-    here.wait(1.0)
+    nudge(here)
     assert len(saved(here)) == 2  # the rest
     here.close()
 
@@ -518,7 +537,7 @@ def test_evicted_before_it_was_saved_is_counted() -> None:
     assert total(here, "dropped_blocks_total", tier="host", reason="evicted_unsaved") == 2
     assert total(here, "dropped_blocks_total") == 2
     here.tell(ev.StoreOn(now_s=0.0, store="host"))
-    here.wait(1.0)
+    nudge(here)
     finish(here)
     live(here, "c", "45")
     assert total(here, "dropped_blocks_total") == 2, "the others had been saved"

@@ -28,7 +28,7 @@ from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.staging import TorchStaging
 from headwater.transfer.worker import Worker
@@ -46,7 +46,7 @@ IDENTITY = CacheIdentity(
 )
 
 
-class Gate(WrapperStore):
+class Gate(OpaqueStore):
     """A store that answers when it is told to."""
 
     def __init__(self, store: Store) -> None:
@@ -67,7 +67,7 @@ class Gate(WrapperStore):
         return super().get_into(pages, deadline=deadline)
 
 
-class Short(WrapperStore):
+class Short(OpaqueStore):
     """A store that says it has everything it had, and gives the first so many pages."""
 
     def __init__(self, store: Store, num_good: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copy_kit import WAIT_S, Count, Hold, OddWire, at_call, raise_trouble
+from copy_kit import WAIT_S, Count, Hold, OddWire, at_call, interrupt, raise_trouble
 from headwater.core.errors import CopyDamaged, InvalidCopy, ResourceClosed
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
@@ -353,6 +353,65 @@ def test_who_hears_of_the_end_may_raise(caplog: pytest.LogCaptureFixture) -> Non
         over = Count()
         assert here.engine.gather(range(3), here.frames(3), on_over=over).wait(WAIT_S)
         assert over.number == 1
+
+
+@pytest.mark.fault("D2")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("call", ["launch", "finish"])
+@pytest.mark.parametrize("at", [0, 1, 5, 8])
+def test_what_interrupts_who_waits_is_theirs(at: int, call: str, kind: type[BaseException]) -> None:
+    """And nothing hangs afterwards, and no block counts that was not copied."""
+    with rig(num_places=16) as here:  # all of it is launched by who submits, and finished by who waits
+        setattr(here.into, f"on_{call}", at_call(at, interrupt(kind)))
+        frames, others = here.full_frames(3), here.full_frames(3, seed=8)
+        transfers: list[Transfer] = []
+
+        def submit_and_wait() -> None:
+            transfers.append(here.engine.scatter(frames, range(3)))
+            transfers[0].wait(WAIT_S)
+
+        with pytest.raises(kind):
+            submit_and_wait()
+        other = here.engine.scatter(others, range(10, 13), expected=here.digests(others))
+        assert other.wait(WAIT_S)
+        assert (other.num_good, other.error) == (3, None)
+        assert [here.block(slot) for slot in range(10, 13)] == [here.payload(frame) for frame in others]
+        for transfer in transfers:
+            assert transfer.wait(WAIT_S)
+            there = [here.block(slot) for slot in range(3)] == [here.payload(frame) for frame in frames]
+            assert transfer.num_good in (0, 3 if there else 0)
+            assert (transfer.error is None) == (transfer.num_good == 3)
+
+
+@pytest.mark.fault("D2")
+def test_a_copy_that_was_interrupted_does_not_count() -> None:
+    """The interrupt comes in the middle of the bytes of a piece: whoever looks at it later hears so."""
+    with rig(num_places=16) as here:
+        copy, act = here.into._copy, interrupt(KeyboardInterrupt)
+        here.into._copy = lambda piece: (act(), copy(piece))[1]  # type: ignore[method-assign]
+        transfer = here.engine.scatter(here.full_frames(3), range(3))
+        with pytest.raises(KeyboardInterrupt):
+            transfer.wait(WAIT_S)
+        assert transfer.wait(WAIT_S)
+        assert isinstance(transfer.error, CopyDamaged)
+        assert transfer.num_good == 0
+        assert here.engine.scatter(here.full_frames(3), range(3)).wait(WAIT_S)
+
+
+@pytest.mark.fault("D2")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_a_listener_raises_to_end_the_program_passes(kind: type[BaseException]) -> None:
+    with rig(num_places=16) as here:  # all of it is launched by who submits, and finished by who waits
+        act = interrupt(kind)
+        frames = here.full_frames(3)
+        transfer = here.engine.scatter(frames, range(3), on_planes=lambda _: act())
+        with pytest.raises(kind):
+            transfer.wait(WAIT_S)
+        assert transfer.wait(WAIT_S)
+        assert transfer.num_good == 3
+        assert [here.block(slot) for slot in range(3)] == [here.payload(frame) for frame in frames]
+        with pytest.raises(kind):
+            here.engine.scatter([], [], on_over=interrupt(kind))
 
 
 def test_who_sees_the_end_knows_that_it_was_told() -> None:

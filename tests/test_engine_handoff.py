@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from brain_kit import fail_at
 from headwater.build import open_pool, stores
+from headwater.cache.jobs import Jobs
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
@@ -21,7 +23,7 @@ from headwater.disagg.protocol import Tail, Ticket
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model, Span
-from headwater.engine.request import Finish, Sending
+from headwater.engine.request import Finish, Phase, Sending
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.wrappers import DelayStore
@@ -231,6 +233,86 @@ def test_a_pool_that_hangs_holds_no_slot_for_long(
             prefill.until_free()
         finally:
             made[0].release()
+
+
+@pytest.mark.fault("D8")
+@pytest.mark.parametrize("ends", ["saved", "cancelled", "closed"])
+def test_who_waits_for_the_cache_s_writes_is_woken_and_does_not_look(
+    model: Model, path: Path, pool: str, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """While a write of the cache hangs nobody reads the brain's books, and what ends the waiting ends it at once."""
+    real, made = stores.open_pool, list[HangingStore]()
+    looks: list[float] = []
+    iterate = Jobs.__iter__
+
+    def counted(jobs: Jobs) -> Any:
+        looks.append(time.monotonic())
+        return iterate(jobs)
+
+    def hanging(*args: Any, **more: Any) -> HangingStore:
+        made.append(HangingStore(real(*args, **more)))
+        return made[-1]
+
+    monkeypatch.setattr(stores, "open_pool", hanging)
+    try:
+        with open_node(model, path, pool, Role.PREFILL) as prefill:
+            made[0].hang("put", times=1)
+            sent = prefill.send(prompt_of(5 * BLOCK))
+            made[0].wait_inside()
+            assert sent.request is not None
+            while sent.request.phase is not Phase.SENDING:
+                time.sleep(0.01)
+            monkeypatch.setattr(Jobs, "__iter__", counted)
+            before = len(looks)
+            time.sleep(0.4)  # a time in which nothing happens
+            assert len(looks) - before <= 4, "somebody looks and looks"
+            begin_s = time.monotonic()
+            if ends == "saved":
+                made[0].release()
+                assert sent.last.finish is Finish.SENT
+                assert sent.last.usage is not None
+                assert sent.last.usage.num_pool_bytes == 0, "what the cache wrote is not written again"
+            elif ends == "cancelled":
+                prefill.running.engine.cancel(sent.request)
+                assert sent.last.finish is Finish.CANCELLED
+            else:
+                assert prefill.running.engine.close(WAIT_S / 4)
+                assert sent.last.finish is Finish.CANCELLED
+            assert time.monotonic() - begin_s < WAIT_S / 4, "half of its time was waited for"
+            made[0].release()
+    finally:
+        made[0].release()
+
+
+@pytest.mark.fault("D3")
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 8, 13, 21])
+def test_a_brain_that_fails_under_a_handoff(pair: tuple[Node, Node], alone: Node, number: int) -> None:
+    """Whoever is being handed over ends rightly or with an error; what comes afterwards is right; nothing is left."""
+    prefill, decode = pair
+    asked = [prompt_of(5 * BLOCK + 7, seed) for seed in range(100 + 3 * number, 103 + 3 * number)]
+    right = [alone.ask(prompt) for prompt in asked]
+    warm = prefill.send(asked[0]).ticket
+    decode.take(warm, asked[0])
+    for node in pair:
+        fail_at(node.running.cache.brain, number)
+    sent = [prefill.send(prompt) for prompt in asked]
+    for prompt, one, wanted in zip(asked, sent, right, strict=True):
+        assert one.last.finish in (Finish.SENT, Finish.FAILED)
+        if one.last.finish is Finish.SENT:
+            taken = decode.take(one.ticket, prompt)
+            if taken.last.finish is Finish.REFUSED:  # it failed when this one wanted slots: others may be asked
+                taken = decode.take(one.ticket, prompt)
+            assert taken.last.finish is Finish.LENGTH
+            assert wanted.last.finish is Finish.LENGTH
+            assert taken.tokens == wanted.tokens
+    for node in pair:
+        node.until_free()
+        if node.running.cache.failed is not None:
+            assert node.running.cache.revive_brain()
+    ticket = prefill.send(asked[1]).ticket
+    assert decode.take(ticket, asked[1]).last.finish is Finish.LENGTH
+    for node in pair:
+        node.until_free()
 
 
 def test_a_cancelled_handoff_gives_everything_back(pair: tuple[Node, Node]) -> None:

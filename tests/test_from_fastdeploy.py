@@ -117,13 +117,15 @@ _parse = cache(ast.parse)
 
 @cache
 def _members(name: str) -> frozenset[str]:
-    """Everything that classes and functions of a name have: fields, methods, parameters. Empty: there is none."""
+    """Everything that classes and functions of a name have: fields, methods, parameters, and what they inherit."""
     found: set[str] = set()
     for text in _definitions().get(name, []):
         for node in ast.walk(_parse(text)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 found.add(name)
                 found.update(_said_in(node))
+                bases = node.bases if isinstance(node, ast.ClassDef) else []
+                found.update(*(_members(base.id) for base in bases if isinstance(base, ast.Name) and base.id != name))
     return frozenset(found)
 
 

@@ -10,12 +10,14 @@ from headwater.build import open_local
 from headwater.cache.match import BlockStatus
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Event, JobDone, Look, encode
+from headwater.core.events import Failure, JobDone, Look, encode
 from headwater.core.page import PageName
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
+from headwater.testing.virtual import EventList
+from headwater.transfer.trouble import call
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs
 
@@ -100,6 +102,28 @@ def test_whatever_it_raises_the_store_is_asked(make: Callable[..., Rig]) -> None
     assert rig.ear.results(rig.look(2)) == ["absent"] * 2
 
 
+@pytest.mark.fault("D2")
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_passes_on_the_callers_thread(
+    make: Callable[..., Rig], kind: type[BaseException]
+) -> None:
+    def ends(_: object) -> None:
+        raise kind("for the caller")
+
+    store = Knowing()
+    rig = make({"host": store})
+    store.answer = ends
+    with pytest.raises(kind):
+        rig.worker.glance(look(rig, 2))
+    with pytest.raises(kind):
+        call("host", lambda: store.answer(None))
+    rig.saved(range(2))  # in threads that have no caller
+    odd(rig).raises["get_into"] = kind("in a thread of ours")
+    assert rig.ear.failure(rig.load([100, 101])) is Failure.FAILED
+    odd(rig).raises.clear()
+    rig.loaded([200, 201], range(2))
+
+
 def test_a_store_that_is_off_is_not_believed_at_a_glance(make: Callable[..., Rig], tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     rig = make({"host": store})
@@ -120,9 +144,9 @@ def test_a_match_is_settled_at_once_and_the_record_can_be_replayed(shm: Path, tm
         cache.commit("first", wanted[:4])
         cache.release("first")
         assert cache.drain(20)
-    heard: list[Event] = []
+    heard = EventList()
     with engine(layout, stores, "cpu") as (cache, _):
-        cache._record = heard.append
+        cache._recorder = heard
         found = cache.match("second", wanted, root=ROOT)  # once: nobody waited
         assert found.settled
         assert [(part.status, part.tier, part.end) for part in found.parts] == [

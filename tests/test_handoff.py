@@ -36,7 +36,7 @@ from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
 from headwater.storage.resharded import ReshardedStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.hanging import HangingStore
@@ -483,7 +483,7 @@ def test_what_is_wrong_at_rest_is_missing(kind: str, redis: Server, ends: Callab
             assert one.arrived(again, at=3)
 
 
-class Forgetful(WrapperStore):
+class Forgetful(OpaqueStore):
     """Has nothing, the first few times."""
 
     def __init__(self, store: Store, times: int) -> None:
@@ -620,7 +620,7 @@ def test_a_pool_that_drops_a_block_meanwhile_is_written_again(ends: Callable[...
     """It said that it has the prefix, and then had it not."""
     inner = MemoryStore(8 << 20)
 
-    class Dropping(WrapperStore):
+    class Dropping(OpaqueStore):
         num_drops = 0
 
         def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:

@@ -35,11 +35,12 @@ from headwater.storage.base import (
     GetStatus,
     PutStatus,
     Reservation,
+    Store,
 )
 from headwater.storage.local import MappedStore
 from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import DelayStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
@@ -175,6 +176,7 @@ class Rig:
         place_bytes: int = 1,
         limit_bytes: int = LIMIT_BYTES,
         odd: bool = True,
+        wrap: Callable[[Store], Store] = lambda store: store,
         **options: Any,
     ) -> None:
         slab = open_local(LocalStoreConfig(directory=directory, limit_bytes=limit_bytes), clock=clock)
@@ -189,7 +191,7 @@ class Rig:
         self.staging = OddStaging(self.planes, self.pages, place_bytes=place_bytes)
         self.jobs: list[int] = []
         self.worker = Worker(
-            {"host": self.store if odd else slab},
+            {"host": wrap(self.store if odd else slab)},
             self.staging,
             **{
                 "layout": layout,
@@ -310,6 +312,16 @@ def hold(here: Rig, wire: OddWire, at: int) -> Hold:
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("D8")
+@pytest.mark.parametrize("wrap", [WrapperStore, lambda store: WrapperStore(DelayStore(store, 0.0))])
+def test_a_wrapped_slab_is_still_copied_in_place(shm: Path, wrap: Callable[[Store], Store]) -> None:
+    with rig(shm, wrap=wrap) as here:
+        here.saved(range(5))
+        here.loaded(range(20, 25), range(5))
+        assert here.staging.through_pages == 0
+        assert {"reserve", "publish", "borrow"} <= set(here.store.calls)
 
 
 @pytest.mark.parametrize("place_bytes", [1, 1 << 20], ids=["pieces", "whole"])

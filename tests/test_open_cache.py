@@ -12,7 +12,6 @@ from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
 from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Event
 from headwater.core.keys import BlockKey, block_keys
 from headwater.layout.frame import frame_bytes
 from headwater.layout.samples import sample_layouts
@@ -20,6 +19,7 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.testing.layouts import randomise
+from headwater.testing.virtual import EventList
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.staging import TorchStaging
 
@@ -187,7 +187,7 @@ def test_recorded_events_lead_to_the_same_state_again(shm: Path) -> None:
     from headwater.cache.state import Brain
 
     layout = next(iter(LAYOUTS.values()))
-    events: list[Event] = []
+    events = EventList()
     config = CacheConfig(
         num_slots=8, block_tokens=layout.block_tokens, block_bytes=layout.page_bytes, tiers=(TierConfig(name="host"),)
     )
@@ -202,7 +202,7 @@ def test_recorded_events_lead_to_the_same_state_again(shm: Path) -> None:
             staging,
             layout=layout,
             identity=IDENTITY,
-            record=events.append,
+            recorder=events,
         ) as cache,
     ):
         for i in range(20):

@@ -23,13 +23,13 @@ from headwater.core.events import (
     Job,
     JobDone,
     JobFailed,
+    Left,
     Load,
     Look,
     Promote,
     Save,
     StoreOff,
     StoreOn,
-    Ticked,
 )
 from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
@@ -688,7 +688,7 @@ def test_what_cannot_be_done_is_refused_with_nothing_taken() -> None:
         Look(job=2, store="nowhere", keys=keys(1, 1), deadline_s=1.0),
         Load(job=2, store="host", keys=keys(1, 1), deadline_s=1.0, slots=()),
         Look(job=1, store="host", keys=keys(1, 1), deadline_s=1.0),
-        Ticked(now_s=1.0),
+        Left(now_s=1.0, request="a"),
     ):
         with pytest.raises(InvalidInput):
             group.ranks.submit([good, bad])  # type: ignore[list-item]

@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.redis import MAX_VALUE_BYTES, RedisStore
+from headwater.storage.redis import RedisStore
 from headwater.storage.redis_lines import Command, RedisLines
+from headwater.storage.redis_protocol import MAX_VALUE_BYTES
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain, sample_page
 from headwater.testing.stores import StoreTests, put, read, soon
@@ -279,12 +281,12 @@ def test_a_server_that_goes_away_in_the_middle_of_a_put(
     pages = sample_chain(22, 6, plane_bytes=LARGE)  # a round trip each, after a look
     ask, num_trips = RedisLines.ask, 0
 
-    def counted(self: RedisLines, commands: Sequence[Command], deadline: Deadline) -> list[object]:
+    def counted(self: RedisLines, commands: Sequence[Command], deadline: Deadline, **more: Any) -> list[object]:
         nonlocal num_trips
         num_trips += 1
         if num_trips == 4:
             roomy.signal(number)
-        return ask(self, commands, deadline)
+        return ask(self, commands, deadline, **more)
 
     with RedisStore(roomy.url) as store:
         monkeypatch.setattr(RedisLines, "ask", counted)
@@ -395,7 +397,9 @@ def test_a_server_that_is_killed_under_writers_and_readers(roomy: Server) -> Non
 # --- opening and closing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1", "", "redis://127.0.0.1:port", "redis://[", "redis://h?x=1"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1", "", "redis://127.0.0.1:port", "redis://[", "redis://h?x=1", "redis://h/db", "unix://"]
+)
 def test_what_is_no_address_is_said(url: str) -> None:
     with pytest.raises(StoreUnavailable, match=r"redis://|not known in the URL"):
         RedisStore(url)
@@ -425,6 +429,67 @@ def test_a_socket_and_a_password(tmp_path: Path, shm: Path) -> None:
             assert read(store, [page]) == [GetStatus.HIT]
     finally:
         server.kill()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for this machine, signed by itself, and its key."""
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command += ["-out", str(paths[0]), "-keyout", str(paths[1])]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+def test_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    server = Server(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cert, key = map(str, certificate)
+    options = ["--tls-port", str(port), "--tls-cert-file", cert, "--tls-key-file", key, "--tls-auth-clients", "no"]
+    pages = sample_chain(1, 6, plane_bytes=LARGE)
+    try:
+        server.start(*options)
+        with pytest.raises(StoreUnavailable, match=r"(?i)certificate"):
+            RedisStore(f"rediss://localhost:{port}")  # nobody vouches for it
+        for trust in (f"ssl_ca_certs={cert}", "ssl_cert_reqs=none"):
+            with RedisStore(f"rediss://localhost:{port}/1?{trust}", prefix=trust) as store:
+                assert put(store, pages) == [PutStatus.STORED] * 6
+                assert read(store, pages) == [GetStatus.HIT] * 6
+                assert store.contains([page.name for page in pages], deadline=soon()) == [True] * 6
+                server.signal(signal.SIGSTOP)
+                start = time.monotonic()
+                assert store.contains([pages[0].name], deadline=Deadline.after(0.2)) == [False]
+                assert time.monotonic() - start < 2
+                server.signal(signal.SIGCONT)
+                assert read(store, pages) == [GetStatus.HIT] * 6
+        with pytest.raises(StoreUnavailable, match="TLS"):
+            RedisStore(f"rediss://localhost:{port}?ssl_ca_certs={tmp_path / 'none.pem'}")
+        with pytest.raises(StoreUnavailable, match="no Redis server answers"):
+            RedisStore(f"rediss://localhost:{server.port}", open_timeout_s=1.0)  # which speaks none
+    finally:
+        server.kill()
+
+
+def test_a_server_that_does_not_shake_hands() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="no Redis server answers"):
+            RedisStore(f"rediss://127.0.0.1:{listener.getsockname()[1]}", open_timeout_s=0.3)
+        assert time.monotonic() - start < 2
 
 
 def test_a_server_that_lets_us_not_read(roomy: Server) -> None:

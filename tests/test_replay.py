@@ -524,7 +524,7 @@ def test_without_matplotlib(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (("{folder}/nothing", "--policy", "lru"), "{folder}/nothing: No such file or directory"),
         (("{folder}", "--policy", "lru"), "{folder}: Is a directory"),
         (("{folder}/empty", "--policy", "lru"), "{folder}/empty: no block is requested in 0 requests"),
-        (("--policy", "lru"), "say what to replay: a TRACE, or --synthetic"),
+        (("--policy", "lru"), "say what to replay: a TRACE, --synthetic or --events"),
         (("{path}", "--policy", "lru", "--synthetic", "chat"), "say what to replay"),
         (("--policy", "lru", "--synthetic", "poems"), "no synthetic trace 'poems'; there are: chat, agents"),
         (("--policy", "lru", "--synthetic", "chat", "--requests", "0"), "a trace has at least one request"),

@@ -14,7 +14,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from brain_kit import finish, live, run, the, tier, tokens
 from headwater.build import open_cache, open_local, open_publisher, open_residency
-from headwater.cache.cache import NoHands, TieredCache
+from headwater.cache.cache import TieredCache
+from headwater.cache.hands import NoHands
 from headwater.cache.state import Brain
 from headwater.config import (
     CacheConfig,
@@ -33,9 +34,9 @@ from headwater.core.keys import BlockKey, block_keys
 from headwater.core.page import page_name
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Found, Holder, Node, Residency, lookup_tokens
+from headwater.residency.base import Found, Holder, Node, Residency, lookup_tokens
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Change, Kind, State, Update, decode, encode
+from headwater.residency.events import TIERS, Applied, Change, Kind, State, Update, decode, encode
 from headwater.residency.herald import Herald
 from headwater.residency.holdings import StoreHoldings
 from headwater.residency.memory import MemoryResidency

@@ -16,8 +16,8 @@ from headwater.config import ResidencyConfig
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.events import Came, Went
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Found, Holder, Residency
-from headwater.residency.events import Kind, State
+from headwater.residency.base import Found, Holder, Residency
+from headwater.residency.events import Applied, Kind, State
 from headwater.residency.publisher import Publisher
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headwater.cli import app
+from headwater.config import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.serve.sockets import listen
 from headwater.serve.start import tiny_model
@@ -102,6 +103,28 @@ def test_options_that_cannot_work_are_one_line(
     assert found.exit_code == 1
     assert message in found.stderr
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.fault("D6")
+@pytest.mark.parametrize("said", ["option", "variable"])
+def test_index_only_uses_no_pool_whatever_the_environment_says(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told to all nodes of a cluster which pool there is; one of them is to keep the index and nothing else."""
+    found: list[ServeConfig] = []
+    monkeypatch.setattr("headwater.serve.start.run", lambda options, **_: found.append(options))
+    monkeypatch.setenv("HEADWATER_DIR", str(tmp_path / "base"))
+    monkeypatch.setenv("HEADWATER_POOL", f"local:{tmp_path / 'pool'}")
+    monkeypatch.setenv("HEADWATER_RESIDENCY", "redis://127.0.0.1:1")
+    if said == "variable":
+        monkeypatch.setenv("HEADWATER_INDEX_ONLY", "1")
+    words = ["serve", "--model", str(tmp_path), *(["--index-only"] if said == "option" else [])]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert (found[0].index_only, found[0].pool, found[0].residency) == (True, None, "redis://127.0.0.1:1")
+    refused = CliRunner().invoke(app, [*words, "--pool", f"local:{tmp_path / 'pool'}"])
+    assert refused.exit_code == 1
+    assert "leave the pool out" in refused.stderr
+    assert len(found) == 1
 
 
 def test_a_tiny_model_is_made_once_and_whole(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import pytest
 
 from headwater.build import open_local
 from headwater.config import Durability, LocalStoreConfig
-from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, MeteredStore
+from headwater.storage.wrappers import DelayStore, Faults, FaultyStore
 from headwater.testing.stores import StoreTests
 
 LIMIT_BYTES = 8 << 20
@@ -51,5 +50,5 @@ class TestWrappers(StoreTests):
     @pytest.fixture
     def store(self) -> Iterator[Store]:
         inner = FaultyStore(MemoryStore(4 << 20), Faults())
-        with MeteredStore(DelayStore(inner, 0.0001), "host", Metrics()) as store:
+        with DelayStore(inner, 0.0001) as store:
             yield store

@@ -12,12 +12,12 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Deadline, GetStatus
 from headwater.storage.memory import MemoryStore
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_page
 from headwater.testing.stores import put, read, soon
 
 
-class Tampering(WrapperStore):
+class Tampering(OpaqueStore):
     """Gives pages back as a damaged, foreign, cut, old or newer store would."""
 
     def __init__(self, fault: Fault) -> None:

@@ -20,7 +20,7 @@ from headwater.core.events import Cancel, Copied, Event, JobDone, JobFailed, Loa
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Rig, key, keys
 
 NUM_JOBS = 300
@@ -28,7 +28,7 @@ CHAIN_BLOCKS = 10
 NUM_CHAINS = 6
 
 
-class WildStore(WrapperStore):
+class WildStore(OpaqueStore):
     """Sometimes takes its time, past any deadline; sometimes raises; sometimes answers too little."""
 
     def __init__(self, store: Store, seed: int) -> None:

@@ -28,7 +28,7 @@ from headwater.core.events import (
 )
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, MeteredStore
+from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.worker import Worker
@@ -180,7 +180,7 @@ def test_a_store_that_gives_only_bad_pages_is_off_until_it_is_revived(make: Call
 def test_a_damaged_store_is_off_until_it_is_revived(make: Callable[..., Rig], tmp_path: Path, wrapped: bool) -> None:
     local = open_local(LocalStoreConfig(directory=tmp_path / "store", limit_bytes=LIMIT_BYTES))
     assert isinstance(local, LocalStore)
-    rig = make({"disk": MeteredStore(local, "disk", local.metrics) if wrapped else local, "host": OddStore()})
+    rig = make({"disk": WrapperStore(local) if wrapped else local, "host": OddStore()})
     rig.saved(range(4), store="disk")
     rig.saved(range(4))
     os.truncate(tmp_path / "store" / directory.SLAB, 100_000)

@@ -28,7 +28,7 @@ from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import OpaqueStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
@@ -118,7 +118,7 @@ class Gate:
 CALLS = ("put", "get_into", "contains", "delete")
 
 
-class OddStore(WrapperStore):
+class OddStore(OpaqueStore):
     """A store whose calls can be made to wait, to raise, and to answer something else. Knows what it was asked."""
 
     def __init__(self, store: Store | None = None) -> None:

@@ -7,7 +7,6 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 import errno
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -604,7 +603,8 @@ def serve(
     index_only: Annotated[
         bool,
         typer.Option(
-            "--index-only", help="Keep the residency index, and move no data to or from a pool ($HEADWATER_INDEX_ONLY)."
+            "--index-only",
+            help="Keep the residency index, and use no pool, not $HEADWATER_POOL either ($HEADWATER_INDEX_ONLY).",
         ),
     ] = False,
     no_cache: Annotated[
@@ -615,11 +615,23 @@ def serve(
     step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
     max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write down all that the cache's brain hears, for `headwater replay --events FILE`.",
+            show_default="nowhere",
+        ),
+    ] = None,
+    record_bytes: Annotated[
+        int, typer.Option(help="How large that file may get; then it says that it is cut.")
+    ] = config.RECORD_BYTES,
 ) -> None:
     """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
     _log_to_stderr()
+    index_only = index_only or config.index_only()
     options = config.ServeConfig(
         model=model or start.tiny_model(config.cache_directory()),
         name=name,
@@ -636,10 +648,10 @@ def serve(
         host_bytes=host_mib << 20 if host_mib else None,
         disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 and not no_cache else None,
         disk_bytes=disk_mib << 20 if disk_mib else None,
-        pool=pool or (None if no_cache else config.default_pool()),
+        pool=pool or (None if no_cache or index_only else config.default_pool()),
         residency=residency or (None if no_cache else config.default_residency()),
         node=node,
-        index_only=index_only or config.index_only(),
+        index_only=index_only,
         role=_role(role),
         routers=tuple(url.rstrip("/") for url in router or ()),
         advertise=None if advertise is None else advertise.rstrip("/"),
@@ -654,8 +666,34 @@ def serve(
         step_tokens=step_tokens,
         request_timeout_s=timeout,
         cache=not no_cache,
+        record=record,
+        record_bytes=record_bytes,
     )
     start.run(options, any_port=port is None, say=typer.echo)
+
+
+@app.command()
+def revive(
+    what: Annotated[
+        str | None, typer.Argument(help="A tier's name, or `brain`.", show_default="all that is off")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Where the server is.")
+    ] = f"http://127.0.0.1:{config.DEFAULT_PORT}",
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$HEADWATER_API_KEY, or none")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait: a store may have to be rebuilt.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Have a server use again what its cache has switched off: a damaged tier, a brain that failed. No restart."""
+    from headwater.serve.revive import ask_to_revive
+
+    key = api_key or config.default_api_key()
+    found = ask_to_revive(url.rstrip("/"), what=what, key=key, timeout_s=timeout)
+    _print_json({"command": "revive", **found.document()}) if as_json else draw.revived(found)
+    if found.still_off:
+        raise typer.Exit(1)
 
 
 def _role(text: str) -> Role:
@@ -875,12 +913,12 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Break a router's nodes and their pool, under load, again and again: answers stay right, or errors honest."""
-    # The test kit is not imported here: its program takes this one's place.
+    from headwater.testing import chaos as campaign  # the test kit, and only for this command
+
     options = ["--times", str(times), "--clients", str(clients), "--seed", str(seed), "--pool", pool]
     options += [word for name in fault or () for word in ("--fault", name)]
     options += (["--inject", inject] if inject else []) + (["--keep", str(keep)] if keep is not None else [])
-    command = [sys.executable, "-P", "-m", "headwater.testing.chaos", *options, *(["--json"] if as_json else [])]
-    os.execv(sys.executable, command)  # noqa: S606  our own
+    raise typer.Exit(campaign.main([*options, *(["--json"] if as_json else [])]))
 
 
 # --- a pool on this machine -------------------------------------------------------------------------------------------
@@ -972,6 +1010,14 @@ def replay(
     plot: Annotated[
         Path | None, typer.Option(help="Draw hit ratio over blocks, with its bounds, as .png, .svg or .pdf.")
     ] = None,
+    events: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of TRACE: handle again what a server or connector recorded (--record); exit code 1 if "
+            "anything comes out differently.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay a request trace through the cache's own decisions, in virtual time, beside Belady's MIN.
@@ -986,8 +1032,11 @@ def replay(
     from headwater.replay.synthetic import Synthetic
     from headwater.replay.trace import Trace, TraceFile
 
-    if (trace is None) == (synthetic is None):
-        raise InvalidConfig("say what to replay: a TRACE, or --synthetic")
+    if (trace is not None) + (synthetic is not None) + (events is not None) != 1:
+        raise InvalidConfig("say what to replay: a TRACE, --synthetic or --events")
+    if events is not None:
+        _replay_events(events, as_json=as_json)
+        return
     source: Trace
     if trace is not None:
         source = TraceFile(trace, block_tokens=block_tokens, full_blocks_only=full_blocks_only)
@@ -1015,6 +1064,16 @@ def replay(
         if plot is not None and canvas is not None:
             picture.draw(found, canvas, format=plot.suffix[1:].lower())
     _print_json({"command": "replay", **found.document()}) if as_json else draw.replays(found)
+
+
+def _replay_events(path: Path, *, as_json: bool) -> None:
+    from headwater.replay.events import replay_events
+
+    with draw.progress() as tell:
+        found = replay_events(path, tell=tell)
+    _print_json({"command": "replay --events", **found.document()}) if as_json else draw.recording(found)
+    if not found.same:
+        raise typer.Exit(1)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from headwater.core.role import Role
 log: Final = logging.getLogger("headwater")
 
 MIN_LIMIT_BYTES: Final = 8 << 20
+MIN_RECORD_BYTES: Final = 64 << 10
+RECORD_BYTES: Final = 256 << 20  # of a recording, where nobody said more
 DEFAULT_PORT: Final = 8000
 HOST_BYTES: Final = 256 << 20  # of a host tier that a server makes, and
 DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
@@ -218,10 +220,12 @@ class ServeConfig:
     step_tokens: int = 2048
     request_timeout_s: float = 600.0  # from a request's arrival to the end of its answer
     cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
+    record: Path | None = None  # a file of all that the cache's brain hears; None: nothing is recorded
+    record_bytes: int = RECORD_BYTES  # how large it may get
 
     def __post_init__(self) -> None:
         """Take paths as text, refuse what cannot work."""
-        for name in ("model", "host_directory", "disk_directory"):
+        for name in ("model", "host_directory", "disk_directory", "record"):
             value: object = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, Path(value))
@@ -235,6 +239,7 @@ class ServeConfig:
         for name in ("host_bytes", "disk_bytes"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
+        _require_count("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
         for name in ("request_timeout_s", "lease_s", "pd_timeout_s"):
             _require_seconds(name, getattr(self, name))
         _require_count("port", self.port, 0)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from headwater.demo import LayoutResult  # brings torch, which most commands never need
     from headwater.doctor import Findings
     from headwater.pool.local import PoolStatus
+    from headwater.replay.events import Replayed
     from headwater.replay.sweep import Sweep
+    from headwater.serve.revive import Revived
     from headwater.verify import Case
     from headwater.verify.pd import PdReport
     from headwater.verify.pd_cases import PdCase
@@ -217,6 +219,28 @@ def pool(found: "PoolStatus") -> None:
         output().print(Text(f"headwater serve --pool '{found.url}'"), soft_wrap=True)
     else:
         output().print(Text(f"down: {found.why}"), style="red", soft_wrap=True)
+
+
+def revived(found: "Revived") -> None:
+    """Draw what was put right."""
+    if not found.was_off:
+        output().print("nothing was off")
+    for name, why in found.was_off.items():
+        fine = name in found.revived
+        words = f"{name} is used again" if fine else f"{name} is still off"
+        output().print(Text(f"{words}; it was off because: {why}"), style="" if fine else "red", soft_wrap=True)
+
+
+def recording(found: "Replayed") -> None:
+    """Draw what became of a recording that was handled again."""
+    brains = f"{found.num_brains} brains, of which {found.num_failed} failed" if found.num_brains > 1 else "one brain"
+    output().print(f"{found.num_events:,} events, {brains}; digest {found.digest}")
+    if found.cut is not None:
+        output().print(Text(f"the recording is cut: {found.cut}"), style="yellow", soft_wrap=True)
+    if found.difference is not None:
+        output().print(Text(f"NOT the same: {found.difference}"), style="red", soft_wrap=True)
+    else:
+        output().print("everything came out as it was recorded")
 
 
 def replays(found: "Sweep") -> None:

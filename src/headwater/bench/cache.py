@@ -12,7 +12,8 @@ import tracemalloc
 from typing import Final
 
 from headwater.bench.report import Report, Samples, Tell
-from headwater.cache.cache import NoHands, TieredCache
+from headwater.cache.cache import TieredCache
+from headwater.cache.hands import NoHands
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig

@@ -23,7 +23,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
-from headwater.storage.base import Addressable, Store
+from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.scratch import limit_for, memory_root
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
@@ -56,7 +56,8 @@ def run(layout: KVLayout, num_blocks: int, *, rounds: int, device: torch.device,
         correct = way.there_and_back("warm up", _WARM_UP_BLOCKS, Samples())
         for number in range(rounds):
             correct &= way.there_and_back(f"{number}", num_blocks, samples)
-        memory = store.memory() if isinstance(store, Addressable) else None
+        addressable = store.addressable()
+        memory = addressable.memory() if addressable is not None else None
         in_place = memory is not None and staging.reaches(memory)
     return found | {
         "whole_in_place": in_place,

@@ -84,11 +84,13 @@ def _local(room_bytes: int) -> Iterator[Way]:
 
 @contextmanager
 def _redis(room_bytes: int) -> Iterator[Way]:
-    from headwater.storage.redis import RedisStore  # an extra
+    from headwater.storage.redis import RedisStore
 
-    with redis_server(room_bytes) as url, RedisStore(url) as store:
+    try:
         import redis
-
+    except ModuleNotFoundError as error:
+        raise NotInstalled("the client to compare with is missing: pip install redis") from error
+    with redis_server(room_bytes) as url, RedisStore(url) as store:
         client = redis.Redis.from_url(url)
 
         def put(pages: Items) -> None:

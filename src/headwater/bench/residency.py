@@ -7,8 +7,7 @@ from statistics import median
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
-from headwater.residency.base import Applied
-from headwater.residency.events import Change, Kind, State, Update
+from headwater.residency.events import Applied, Change, Kind, State, Update
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
 from headwater.storage.redis_lines import RedisError, RedisLines

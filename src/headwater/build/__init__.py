@@ -3,7 +3,7 @@
 stores.py   what a configuration calls a tier or a pool     cache.py   a cache over them     engine.py   an engine
 """
 
-from headwater.build.cache import open_cache, open_group, open_publisher, open_rank, open_residency
+from headwater.build.cache import open_cache, open_group, open_publisher, open_rank, open_recorder, open_residency
 from headwater.build.engine import Running, open_engine
 from headwater.build.stores import POOL_TIER, open_host_pages, open_local, open_pool, open_tier, open_tiers
 
@@ -18,6 +18,7 @@ __all__ = [
     "open_pool",
     "open_publisher",
     "open_rank",
+    "open_recorder",
     "open_residency",
     "open_tier",
     "open_tiers",

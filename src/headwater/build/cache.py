@@ -1,9 +1,12 @@
 """A cache from its parts, for an engine of one rank or of several; and who tells the cluster of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headwater.cache.cache import NoHands, TieredCache
+from headwater.cache.cache import TieredCache
+from headwater.cache.hands import NoHands, Recorder
 from headwater.cache.state import Brain
 from headwater.config import (
     MEMORY_URL,
@@ -11,7 +14,6 @@ from headwater.config import (
     ResidencyConfig,
 )
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Event
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
@@ -21,6 +23,7 @@ from headwater.residency.holdings import WHOLE, StoreHoldings
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Publisher
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
+from headwater.storage.recording import FileRecorder
 from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -40,7 +43,7 @@ def open_cache(
     identity: bytes,
     clock: Clock = SYSTEM_CLOCK,
     metrics: Metrics | None = None,
-    record: Callable[[Event], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> TieredCache:
     """A cache for one engine: the brain, and threads that move its blocks between `staging`'s device and the stores.
 
@@ -53,14 +56,14 @@ def open_cache(
     metrics = metrics if metrics is not None else Metrics()
     brain = Brain(config)
     if not stores:
-        return TieredCache(brain, NoHands(), clock=clock, metrics=metrics, record=record)
+        return TieredCache(brain, NoHands(), clock=clock, metrics=metrics, recorder=recorder)
     if staging is None:
         raise InvalidConfig("stores need staging: host pages through which blocks travel")
     block_tokens = config.block_tokens
     worker = Worker(
         stores, staging, layout=layout, identity=identity, block_tokens=block_tokens, clock=clock, metrics=metrics
     )
-    cache = TieredCache(brain, worker, clock=clock, metrics=metrics, record=record)
+    cache = TieredCache(brain, worker, clock=clock, metrics=metrics, recorder=recorder)
     worker.deliver = cache.deliver
     worker.on_first_layer(cache.notice)
     return cache
@@ -126,7 +129,7 @@ def open_group(
     *,
     clock: Clock = SYSTEM_CLOCK,
     metrics: Metrics | None = None,
-    record: Callable[[Event], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> TieredCache:
     """A cache for an engine of several ranks: one brain, and the seats of all ranks as its hands.
 
@@ -134,17 +137,28 @@ def open_group(
     """
     metrics = metrics if metrics is not None else Metrics()
     ranks = Ranks(seats, stores=[tier.name for tier in config.tiers], clock=clock, metrics=metrics)
-    cache = TieredCache(Brain(config), ranks, clock=clock, metrics=metrics, record=record)
+    cache = TieredCache(Brain(config), ranks, clock=clock, metrics=metrics, recorder=recorder)
     ranks.deliver = cache.deliver
     ranks.on_first_layer(cache.notice)
     return cache
 
 
+def open_recorder(
+    path: Path | None, limit_bytes: int, stack: ExitStack, *, metrics: Metrics | None = None
+) -> FileRecorder | None:
+    """Who writes down what a brain hears, for `open_cache`; the stack closes it. None: nobody. Raises InvalidConfig."""
+    if path is None:
+        return None
+    recorder = FileRecorder(path, limit_bytes=limit_bytes, metrics=metrics)
+    stack.callback(recorder.close)
+    return recorder
+
+
 def open_residency(config: ResidencyConfig, *, metrics: Metrics | None = None) -> Residency:
-    """The index of who holds what. Connects when it is asked. Raises StoreUnavailable for no address, NotInstalled."""
+    """The index of who holds what. Connects when it is asked. Raises StoreUnavailable for no address."""
     if config.url == MEMORY_URL:
         return MemoryResidency()
-    from headwater.residency.redis import RedisResidency  # an extra
+    from headwater.residency.redis import RedisResidency  # sockets and TLS, for who has a server
 
     return RedisResidency(config.url, prefix=config.prefix, keep_s=3 * config.round_every_s, metrics=metrics)
 

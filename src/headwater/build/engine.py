@@ -23,7 +23,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
 from headwater.residency.publisher import Publisher
-from headwater.storage.base import Registering, Store
+from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headwater.engine.models.base import Model
     from headwater.engine.tokenizer import Tokenizer
     from headwater.transfer.arena import DeviceCache
-from headwater.build.cache import open_cache, open_publisher
+from headwater.build.cache import open_cache, open_publisher, open_recorder
 from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
 
 _STAGING_PAGES: Final = 256  # at most, and
@@ -108,16 +108,25 @@ def open_engine(
             else:
                 staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
                 for store in stores.values():
-                    if isinstance(store, Registering):
-                        store.register(pages.memory)
+                    if (registering := store.registering()) is not None:
+                        registering.register(pages.memory)
         cache_config = CacheConfig(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,
             block_bytes=layout.page_bytes,
             tiers=tuple(TierConfig(name=name) for name in stores),
         )
+        recorder = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
         cache = stack.enter_context(
-            open_cache(cache_config, stores, staging, layout=layout, identity=model.identity.digest, metrics=metrics)
+            open_cache(
+                cache_config,
+                stores,
+                staging,
+                layout=layout,
+                identity=model.identity.digest,
+                metrics=metrics,
+                recorder=recorder,
+            )
         )
         publisher = None
         if config.residency is not None:
@@ -158,8 +167,8 @@ def _open_handoffs(
     if pages is None:
         raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory to hand KV over")
     stack.enter_context(pages)
-    if isinstance(store, Registering):
-        store.register(pages.memory)
+    if (registering := store.registering()) is not None:
+        registering.register(pages.memory)
     staging = stack.enter_context(TorchStaging(planes, pages))
     naming = Naming(identity=identity.digest, layout=layout)
     others = [size for size in SIZES if size != 1]

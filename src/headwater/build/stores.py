@@ -126,7 +126,7 @@ def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | 
         limit = LocalStoreConfig(directory=path, limit_bytes=DISK_BYTES if new else None)
         return open_local(limit, metrics=metrics, progress=progress)
     if kind == "redis":
-        from headwater.storage.redis import RedisStore  # an extra
+        from headwater.storage.redis import RedisStore  # sockets and TLS, for who has a server
 
         return RedisStore(url)
     from headwater.storage.mooncake import MooncakeStore  # an extra

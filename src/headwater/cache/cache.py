@@ -8,103 +8,26 @@
 
 No call waits for a store, but `wait`, `drain` and `close`, each until its deadline. Calls may come from any thread;
 what the hands report comes from theirs. One lock keeps them apart, and is held only while the brain thinks.
+
+If the brain fails (`failed`, `shell.py`) every block is a miss. Requests that are left over from before keep their
+slots until they are released, have what they were told they have, and get no more slots: an engine that sees another
+`generation` begins them anew.
 """
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from headwater.cache.match import Match
 from headwater.cache.records import JobKind
-from headwater.cache.state import Brain
+from headwater.cache.shell import Shell
 from headwater.core import events as ev
-from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.metrics import Metrics
 
 log = logging.getLogger("headwater")
-
-
-class Hands(Protocol):
-    """Who carries instructions out (`transfer/worker.py`). Reports through the callback it was given."""
-
-    def submit(self, instructions: Sequence[ev.Instruction]) -> None:
-        """Begin jobs, or cancel them. Does not block."""
-        ...
-
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
-        """The answer to a Look, if memory has it; None: the store has to be asked. Does not block."""
-        ...
-
-    def stand_back(self, *, hurry: bool) -> None:
-        """Do what nobody waits for a little later, while the engine is in a hurry. Does not block."""
-        ...
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is under way; False if that took too long."""
-        ...
-
-    def close(self, timeout_s: float) -> bool:
-        """End all jobs and threads; False if one did not end in time. May be asked again."""
-        ...
-
-    def revive(self, store: str) -> bool:
-        """Put a store right that was switched off; False if that did not work. Blocks."""
-        ...
-
-    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
-        """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or it is over."""
-        ...
-
-
-class NoHands:
-    """The hands of a cache without stores: nothing is to be done, and nothing is."""
-
-    def submit(self, instructions: Sequence[ev.Instruction]) -> None:
-        """Forget them."""
-
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
-        """Nobody knows."""
-        return None
-
-    def stand_back(self, *, hurry: bool) -> None:
-        """Nobody is in the way."""
-
-    def drain(self, timeout_s: float) -> bool:
-        """Nothing is under way."""
-        return True
-
-    def close(self, timeout_s: float) -> bool:
-        """Nothing to end."""
-        return True
-
-    def revive(self, store: str) -> bool:
-        """There is none."""
-        raise InvalidInput(f"there is no store {store!r}")
-
-    def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
-        """There is no load."""
-        return False
-
-
-class Announcer(Protocol):
-    """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
-
-    def offer(self, moves: Sequence[ev.Came | ev.Went | ev.Lost]) -> None:
-        """Hear what came to a tier or left one, in order. Must not block and must not raise."""
-        ...
-
-
-class Clock(Protocol):
-    """Where time comes from."""
-
-    def monotonic(self) -> float:
-        """Seconds that never go back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +42,8 @@ class Progress:
     num_expected: int
 
 
-class TieredCache:
+class TieredCache(Shell):
     """The cache of one engine process."""
-
-    def __init__(
-        self,
-        brain: Brain,
-        hands: Hands,
-        *,
-        clock: Clock,
-        metrics: Metrics | None = None,
-        record: Callable[[ev.Event], None] | None = None,
-    ) -> None:
-        """Takes the hands over: `close` closes them. `record` hears every event before the brain does."""
-        self.brain = brain
-        self.metrics = metrics if metrics is not None else Metrics()
-        self._hands = hands
-        self._clock = clock
-        self._record = record
-        self._lock = threading.RLock()  # re-entered where hands report at once, as in virtual time
-        self._changed = threading.Condition(self._lock)
-        self._closed = False
-        self._announcer: Announcer | None = None
-        self.on_change: Callable[[], None] | None = None  # called, without a lock, when a job of anybody has ended
 
     # --- the engine's side --------------------------------------------------------------------------------------------
 
@@ -161,12 +63,10 @@ class TieredCache:
         that is here already with other keys.
         """
         with self._lock:
-            self._handle(
-                ev.Arrived(
-                    now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant, resumed=resumed
-                )
+            arrived = ev.Arrived(
+                now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant, resumed=resumed
             )
-            return self.brain.view(request)
+            return self._match(arrived)
 
     def reserve(
         self, request: str, num_blocks: int, *, load: bool = True, promised: str = ""
@@ -180,10 +80,13 @@ class TieredCache:
         if num_blocks < 0:
             raise InvalidInput(f"a request has no {num_blocks} blocks")
         with self._lock:
-            out = self._handle(
-                ev.Wanted(now_s=self._now_s(), request=request, num_blocks=num_blocks, load=load, promised=promised)
-            )
-            return next((one.slots for one in out if isinstance(one, ev.Granted)), None)
+            now_s = self._now_s()
+            if request in self._old.grants:
+                return None
+            if self.failed is not None:
+                promised = ""  # no store can be promised to a brain that uses none
+            wanted = ev.Wanted(now_s=now_s, request=request, num_blocks=num_blocks, load=load, promised=promised)
+            return next((one.slots for one in self._handle(wanted) if isinstance(one, ev.Granted)), None)
 
     def poll(self, request: str) -> Progress:
         """How far a request is."""
@@ -196,7 +99,8 @@ class TieredCache:
         with self._lock:
             while True:
                 progress = self._progress(request)
-                waiting = progress.loading or bool(self.brain.requests[request].looks)
+                record = self.brain.requests.get(request)
+                waiting = progress.loading or (record is not None and bool(record.looks))
                 left_s = until_s - self._clock.monotonic()
                 if not waiting or left_s <= 0 or self._closed:
                     return progress
@@ -210,23 +114,32 @@ class TieredCache:
         """
         until_s = self._clock.monotonic() + timeout_s
         with self._lock:
+            if request in self._old.grants:
+                return False
             self._progress(request)
-            record = self.brain.requests[request]
+            record, generation = self.brain.requests[request], self.generation
             jobs = list(record.loads)
         for job in jobs:
             if job.results is None and self._hands.wait_layer(job.job, layer, until_s - self._clock.monotonic()):
                 continue
             with self._lock:  # it is over, or late: then its event says what came of it
-                while job.results is None and not self._closed and (left_s := until_s - self._clock.monotonic()) > 0:
+                while (
+                    job.results is None
+                    and not self._closed
+                    and generation == self.generation
+                    and (left_s := until_s - self._clock.monotonic()) > 0
+                ):
                     self._changed.wait(left_s)
                 if job.results is None or any(result != "hit" for result in job.results):
                     return False
-        return record.broken is None
+        return record.broken is None and generation == self.generation
 
     def give_up(self, request: str) -> None:
         """Do not wait for stores any longer. Loads under way are cancelled; `poll` says when their slots are usable."""
         with self._lock:
-            self._handle(ev.GaveUp(now_s=self._now_s(), request=request))
+            now_s = self._now_s()
+            if request not in self._old.grants:
+                self._handle(ev.GaveUp(now_s=now_s, request=request))
 
     def commit(self, request: str, keys: Sequence[BlockKey]) -> int:
         """The next blocks of a request were computed, on every rank, and are named so. Returns how many it has now.
@@ -234,61 +147,53 @@ class TieredCache:
         A block that another request committed first stays in that one's slot for others; this request keeps its own.
         """
         with self._lock:
-            self._handle(ev.Filled(now_s=self._now_s(), request=request, keys=tuple(keys)))
-            return self.brain.requests[request].hold.num_blocks
+            now_s = self._now_s()
+            if request not in self._old.grants:
+                self._handle(ev.Filled(now_s=now_s, request=request, keys=tuple(keys)))
+            if request in self._old.grants:  # since now, perhaps
+                num = self._old.num_named.get(request, 0) + len(keys)
+                self._old.named(request, num)
+                return num
+            num = self.brain.requests[request].hold.num_blocks
+            self._custody.named(request, num)
+            return num
 
-    def saving(self, request: str, store: str) -> bool:
-        """Whether blocks of a request are on their way to a store."""
+    def wait_saved(
+        self, request: str, store: str, timeout_s: float, *, stopped: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until no blocks of a request are on their way to a store. Blocks, until the time is over at most.
+
+        False: it was, or `stopped` says so; who changes its mind calls `wake`.
+        """
+        until_s = self._clock.monotonic() + timeout_s
         with self._lock:
-            record = self.brain.requests.get(request)
-            return record is not None and any(
-                job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
-            )
+            while self._saving(request, store):
+                left_s = until_s - self._clock.monotonic()
+                if left_s <= 0 or self._closed or stopped():
+                    return False
+                self._changed.wait(left_s)
+        return True
 
     def release(self, request: str) -> ev.Finished | None:
         """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""
         with self._lock:
-            out = self._handle(ev.Left(now_s=self._now_s(), request=request))
+            now_s = self._now_s()
+            if request in self._old.grants:
+                self._drop(request)
+                return None
+            out = self._handle(ev.Left(now_s=now_s, request=request))
             return next((one for one in out if isinstance(one, ev.Finished)), None)
 
     def pace(self, base_s: float, slope_s: float) -> None:
         """What computing a block costs here, as measured: `base_s`, and `slope_s` more for each block before it."""
         with self._lock:
-            self._handle(ev.Paced(now_s=self._now_s(), base_s=base_s, slope_s=slope_s))
+            paced = ev.Paced(now_s=self._now_s(), base_s=base_s, slope_s=slope_s)
+            self._handle(paced)
+            self._pace = paced
 
     def stand_back(self, *, hurry: bool) -> None:
         """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
         self._hands.stand_back(hurry=hurry)
-
-    # --- the hands' side ----------------------------------------------------------------------------------------------
-
-    def deliver(self, event: ev.Event) -> None:
-        """Hear what became of a job. For the hands; never raises, because nobody there could help."""
-        with self._lock:
-            try:
-                self._handle(event)
-            except Exception:
-                log.exception("the brain could not take in %s", event)
-                self.metrics.event("event_refused", what=repr(event))
-            self._changed.notify_all()
-        self.notice()
-
-    def announce(self, to: Announcer) -> None:
-        """From now on, say which blocks come and go. To be called while nothing is known yet: it hears all or none."""
-        with self._lock:
-            if len(self.brain.index) or self.brain.requests:
-                raise InvalidInput("who is to hear what the cache holds must be there before the first request")
-            self._announcer = to
-            self.brain.moves.watched = True
-
-    def notice(self) -> None:
-        """Something may have changed that no event tells: a load has begun to arrive. For the hands."""
-        if self.on_change is not None:
-            self.on_change()
-
-    def revive(self, tier: str) -> bool:
-        """Put a store right that was switched off, and use it again; False if not. Blocks, seconds for a rebuild."""
-        return self._hands.revive(tier)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -300,7 +205,12 @@ class TieredCache:
         """End all jobs; requests that are still here keep nothing. Idempotent. False if a store did not let go."""
         with self._lock:
             for request in list(self.brain.requests):
-                self._handle(ev.Left(now_s=self._clock.monotonic(), request=request))
+                if request in self.brain.requests:  # unless the brain fails at one of them
+                    self._handle(ev.Left(now_s=self._clock.monotonic(), request=request))
+            for request in list(self._old.grants):
+                self._drop(request)
+            if self._recorder is not None and not self._closed:
+                self._recorder.ended(self.brain.digest())
             self._closed = True
             self._changed.notify_all()
         return self._hands.close(timeout_s)
@@ -316,61 +226,33 @@ class TieredCache:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _now_s(self) -> float:
-        if self._closed:
-            raise ResourceClosed("the cache is closed")
-        return self._clock.monotonic()
+    def _match(self, arrived: ev.Arrived) -> Match:
+        """A request asks. If the brain fails at that, the next one is asked, which finds nothing. The lock is held."""
+        request = arrived.request
+        if request in self._old.grants:
+            if self._old.grants[request] is not None:
+                raise InvalidInput(f"request {request!r} is left over from a brain that failed, and has reserved")
+            self._drop(request)  # it has nothing: it is as if it came now
+        self._handle(arrived)
+        if request not in self.brain.requests:
+            self._drop(request)
+            self._handle(arrived)
+        self._custody.asked(request)
+        return self.brain.view(request)
 
-    def _handle(self, event: ev.Event) -> list[ev.Instruction]:
-        if self._record is not None:
-            try:
-                self._record(event)
-            except Exception:  # a full disk must not cost the event
-                log.exception("no event is recorded any more")
-                self._record = None
-        out = self.brain.handle(event)
-        self._report(out)
-        if self._announcer is not None and (moves := self.brain.moves.take()):
-            self._announcer.offer(moves)
-        work: list[ev.Instruction] = []
-        answers: list[ev.JobDone] = []
-        for one in out:
-            seen = self._hands.glance(one) if isinstance(one, ev.Look) else None
-            if seen is not None and isinstance(one, ev.Look):
-                answers.append(ev.JobDone(now_s=event.now_s, job=one.job, results=seen))
-            elif isinstance(one, ev.Job | ev.Cancel):
-                work.append(one)
-        if work:
-            self._hands.submit(work)
-        for answer in answers:  # nobody has to wait for a thread to wake up
-            out += self._handle(answer)
-        return out
-
-    def _report(self, out: Sequence[ev.Instruction]) -> None:
-        for (name, labels), amount in self.brain.accounts.take().items():
-            self.metrics.count(name, amount, **dict(labels))
-        for one in out:
-            if isinstance(one, ev.Tell):
-                log.warning("%s: %s", one.kind, ", ".join(f"{name}={fact}" for name, fact in one.facts))
-                self.metrics.event(one.kind, **dict(one.facts))
-
-    @contextmanager
-    def still(self) -> Iterator[Brain]:
-        """The brain, which hears nothing inside the block: for looking at it. Everybody else waits meanwhile."""
-        with self._lock:
-            yield self.brain
-
-    def gauges(self) -> None:
-        """Bring the gauges up to date: before they are shown."""
-        with self._lock:
-            for state, num in self.brain.slots.counts().items():
-                self.metrics.gauge("device_slots", num, state=state.name.lower())
-            for tier in self.brain.tiers.values():
-                self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
+    def _saving(self, request: str, store: str) -> bool:
+        record = self.brain.requests.get(request)
+        return record is not None and any(
+            job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+        )
 
     def _progress(self, request: str) -> Progress:
         record = self.brain.requests.get(request)
+        if record is None and request in self._old.grants:
+            num_ready = self._old.num_named.get(request, 0)
+            return Progress(num_ready, loading=bool(self._old.loads(request)), num_expected=num_ready)
         if record is None:
             raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
         ready, loading = record.hold.num_blocks, bool(record.loads)
+        self._custody.named(request, ready)
         return Progress(ready, loading=loading, num_expected=record.load_end if loading else ready)

@@ -16,12 +16,12 @@ BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version
 class Jobs:
     """The book of jobs, and the list of instructions they go out by. Says when a store is left alone, and when not."""
 
-    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction]) -> None:
+    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction], *, first: int = 1) -> None:
         self.tiers = tiers
         self.block_bytes = block_bytes
         self.out = out
         self._jobs: dict[int, JobRecord] = {}
-        self._next = 1
+        self._next = first
 
     def __getitem__(self, job: int) -> JobRecord:
         """A job that is under way."""
@@ -35,11 +35,22 @@ class Jobs:
         """All jobs under way, oldest first."""
         return iter(self._jobs.values())
 
-    def begin(self, kind: JobKind, tier: Tier, start: int, end: int, now_s: float, **more: Any) -> JobRecord:
-        """Write a job down, and what it queues. A breaker's probe is used up by this."""
+    def begin(
+        self,
+        kind: JobKind,
+        tier: Tier,
+        start: int,
+        end: int,
+        now_s: float,
+        *,
+        num_bytes: int | None = None,
+        **more: Any,
+    ) -> JobRecord:
+        """Write a job down, and what it queues: `num_bytes`, else all its blocks. A breaker's probe is used up."""
         if kind is not JobKind.PROMOTE:
             tier.breakers[kind].allows(now_s)
-        num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
+        if num_bytes is None:
+            num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
         job = JobRecord(
             job=self._next,
             kind=kind,

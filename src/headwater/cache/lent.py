@@ -1,28 +1,20 @@
 """The brain of an engine that allocates its device by itself: it decides what is loaded and saved, and counts no slots.
 
-    ask       what stores have of a prompt, behind the blocks that the engine has
-    promise   how many of them would be loaded now
-    lend      the engine says which slots a request has, and that so many blocks are to be loaded into them
-    commit, release, pace, deliver: as of any cache
-
-Everything else is the cache's own: looking, loading, saving, breakers, bills, what the cluster hears. What is different
+Everything else is the brain's own: looking, loading, saving, breakers, bills, what the cluster hears. What is different
 is who owns the device (`index/lent.py`): a request's slots are known while it runs, and the engine must not use them
 for others before `reading` says that nothing of the request is read any more, nor while something is loaded into them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Final
 
 from headwater.cache import snapshot
-from headwater.cache.cache import TieredCache
-from headwater.cache.match import Match
 from headwater.cache.placement import load_pays
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex
 from headwater.index.lent import LentIndex, LentSlots
 from headwater.index.slots import DeviceSlots
@@ -34,14 +26,14 @@ _MARKS_PER_SLOT: Final = 8  # blocks of which it is remembered where they were w
 class LentBrain(Brain):
     """A brain whose device is another's."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
         """Raises InvalidConfig for tiers that are written when blocks are hit or evicted: only the engine knows."""
         wrong = [tier.name for tier in config.tiers if tier.save in (SaveWhen.HITS, SaveWhen.EVICTION)]
         if wrong:
             raise InvalidConfig(
                 f"{', '.join(wrong)}: hits and evictions are the engine's, so blocks are saved on commit or never"
             )
-        super().__init__(config)
+        super().__init__(config, first_job=first_job)  # the engine itself knows which slots are used
         self._handlers[ev.Lent] = self._lent
         del self._handlers[ev.Wanted]
 
@@ -113,86 +105,3 @@ class LentBrain(Brain):
                 assert list(self._table(request))[: request.hold.num_blocks] == list(self.index.slots(request.hold))
             loading |= {job.job for job in request.loads if job.results is None}
         snapshot.validate_jobs(self, loading)
-
-
-class LentCache(TieredCache):
-    """The cache of an engine that allocates by itself."""
-
-    brain: LentBrain
-
-    def ask(
-        self,
-        request: str,
-        keys: Sequence[BlockKey],
-        *,
-        num_local: int,
-        root: BlockKey,
-        tenant: bytes = ev.NO_TENANT,
-        resumed: bool = False,
-    ) -> Match:
-        """What is there of a prompt of which the engine has the first `num_local` blocks. Does not block.
-
-        Ask again to see what the stores answered since. Raises InvalidInput.
-        """
-        with self._lock:
-            arrived = ev.Arrived(
-                now_s=self._now_s(),
-                request=request,
-                keys=tuple(keys),
-                root=root,
-                tenant=tenant,
-                resumed=resumed,
-                num_local=num_local,
-            )
-            self._handle(arrived)
-            return self.brain.view(request)
-
-    def looking(self, request: str) -> bool:
-        """Whether stores are still being asked."""
-        with self._lock:
-            return bool(self.brain.requests[request].looks)
-
-    def promise(self, request: str) -> tuple[int, tuple[tuple[str, int], ...]]:
-        """How many blocks would be loaded now, and how many of them from which store."""
-        with self._lock:
-            num = self.brain.worth(request, self._now_s())
-            record = self.brain.requests[request]
-            start = record.hold.num_blocks
-            found: dict[str, int] = {}
-            for at in range(start, start + num):
-                store = self.brain.loader.where(record, at)
-                if store is not None:
-                    found[store] = found.get(store, 0) + 1
-            return num, tuple(found.items())
-
-    def lend(self, request: str, slots: Sequence[int], *, num_load: int = 0) -> int:
-        """Which slots a request's first blocks have. The first time, begin to load `num_load` of them.
-
-        Returns how many are being loaded: fewer than asked for, if stores were lost meanwhile. Later calls add slots.
-        """
-        with self._lock:
-            self._handle(ev.Lent(now_s=self._now_s(), request=request, slots=tuple(slots), num_load=num_load))
-            record = self.brain.requests[request]
-            return max(0, record.load_end - record.base)
-
-    def loading(self, request: str) -> tuple[int, ...]:
-        """Jobs that load blocks of a request now."""
-        with self._lock:
-            return tuple(job.job for job in self.brain.requests[request].loads if job.results is None)
-
-    def broken(self, request: str) -> bool:
-        """Whether blocks that were to be loaded for a request could not be had."""
-        with self._lock:
-            record = self.brain.requests.get(request)
-            return record is not None and record.broken is not None
-
-    def num_named(self, request: str) -> int:
-        """Blocks of a request that have their names: loaded and verified, or committed."""
-        with self._lock:
-            return self.brain.requests[request].hold.num_blocks
-
-    def reading(self, request: str) -> tuple[int, ...]:
-        """Jobs that may still read blocks of a request that is here."""
-        with self._lock:
-            record = self.brain.requests.get(request)
-            return self.brain.reading(record) if record is not None else ()

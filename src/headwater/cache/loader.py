@@ -7,7 +7,7 @@ brought to the fastest.
 """
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
@@ -54,7 +54,7 @@ class Loader:
             if not tier.breakers[JobKind.LOOK].would_allow(now_s):
                 request.unasked[tier.name] = MissReason.FAILED
                 continue
-            row = {"keys": rest, "parent": request.before(start)}
+            row: dict[str, Any] = {"keys": rest, "parent": request.before(start)}
             job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), now_s, request=request, **row)
             request.looks[tier.name] = job.job
             deadline_s = now_s + tier.config.look_timeout_s
@@ -118,7 +118,7 @@ class Loader:
                 del request.held[name]
                 request.unasked[name] = MissReason.FAILED
                 continue
-            row = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
+            row: dict[str, Any] = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
             job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request, **row)
             request.loads.append(job)
             self._jobs.out.append(
@@ -196,7 +196,7 @@ class Loader:
             self._accounts.add("dropped_blocks_total", row_end - at, tier=target.name, reason=refusal)
             return
         keys = tuple(request.keys[at:row_end])
-        row = {"keys": keys, "parent": request.before(at), "target": target.name}
+        row: dict[str, Any] = {"keys": keys, "parent": request.before(at), "target": target.name}
         job = self._jobs.begin(JobKind.PROMOTE, tier, at, row_end, now_s, request=request, **row)
         deadline_s = now_s + tier.config.load_timeout_s
         self.promoting[keys[0]] = job.job

@@ -1,8 +1,9 @@
 """Brings finished blocks from the device to the stores: on commit, after hits, or before they are evicted.
 
-A Save begins behind the last block of its path that the store is believed to have, so that a prefix has no hole. Blocks
-are marked as saved when the job begins, so that nobody writes them twice, and unmarked when it turns out otherwise.
-What a store cannot keep up with is dropped, and counted by reason; the next commit on the same path tries again.
+A Save begins at the first block of its path that the store may lack, so that a prefix has no hole; who carries it out
+leaves out what is there. Blocks are marked as saved when the job begins, so that nobody writes them twice, and unmarked
+when it turns out otherwise. What a store cannot keep up with is dropped, and counted by reason; the next commit on the
+same path tries again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -113,13 +114,16 @@ class Saver:
     ) -> str | None:
         """Write what a pinned path lacks in a store; or say why that is dropped. Takes the pin over."""
         start, end = self._index.num_marked(pin, tier.bit), pin.num_blocks
-        refusal = tier.refuses_save((end - start) * self._jobs.block_bytes, now_s) if start < end else None
+        num_bytes = self._index.num_lacking(pin, start, tier.bit) * self._jobs.block_bytes  # the rest is there
+        refusal = tier.refuses_save(num_bytes, now_s) if start < end else None
         if start == end or refusal is not None:
             self._index.unpin(pin)
             return refusal
         root, tenant = self.origins[path[0]]
         row = {"keys": tuple(path[start:end]), "parent": path[start - 1] if start else root}
-        job = self._jobs.begin(JobKind.SAVE, tier, start, end, now_s, request=request, pin=pin, **row)
+        job = self._jobs.begin(
+            JobKind.SAVE, tier, start, end, now_s, num_bytes=num_bytes, request=request, pin=pin, **row
+        )
         tier.num_pinning += 1
         self._index.mark(pin, start, end, bit=tier.bit, on=True)
         self._jobs.out.append(

@@ -54,6 +54,7 @@ def digest(brain: "Brain") -> str:
         "index": brain.index.facts(),
         "slots": {state.name: num for state, num in brain.slots.counts().items()},
         "free": brain.slots.free(),
+        "withheld": sorted(brain.withheld),
         "origins": [[key.hex(), root.hex(), tenant.hex()] for key, (root, tenant) in brain.saver.origins.items()],
         "cost": [brain.cost.base_s, brain.cost.slope_s],
         "requests": requests,
@@ -92,7 +93,7 @@ def validate(brain: "Brain") -> None:
         )
     counts = brain.slots.counts()
     assert len(set(own)) == len(own) == counts[SlotState.OWN], "slots that are nobody's, or two requests'"
-    locked = [slot for job in brain.jobs for slot in job.slots]
+    locked = [*brain.withheld, *(slot for job in brain.jobs for slot in job.slots)]
     assert len(set(locked)) == len(locked) == counts[SlotState.QUARANTINED], "slots that nobody will free"
     for key, name in brain.pending.items():
         assert key in brain.requests[name].keys, "a block that nobody is about to have"

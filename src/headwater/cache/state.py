@@ -16,7 +16,7 @@ What it keeps to:
 - A suffix is only written behind its prefix: a Save begins at the first block of its path that the store may lack.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from headwater.cache import snapshot
@@ -30,7 +30,7 @@ from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.saver import Saver
 from headwater.config import CacheConfig
 from headwater.core import events as ev
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.events import Event, Failure, Instruction
 from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
@@ -47,17 +47,21 @@ _LOW_SHARE: Final = 8  # with less than one in so many slots free, blocks that l
 class Brain:
     """The state of one cache."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
+        """`withheld`: slots not to be used before they are `Vacated`. Both are for who follows another brain."""
         self.config = config
+        self.first_job: Final = first_job
         self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
         self.index, self.slots = self._device(config)
+        self.withheld = set(withheld)
+        self.slots.withhold(self.withheld)
         self.accounts = Accounts()
         self.moves = Moves()
         self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
         self._out: list[Instruction] = []
-        self.jobs = Jobs(self.tiers, config.block_bytes, self._out)
+        self.jobs = Jobs(self.tiers, config.block_bytes, self._out, first=first_job)
         self.saver = Saver(self.index, self.jobs, self.accounts)
         self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -67,7 +71,7 @@ class Brain:
             ev.GaveUp: self._gave_up,
             ev.Left: self._left,
             ev.Paced: self._paced,
-            ev.Ticked: self._ticked,
+            ev.Vacated: self._vacated,
             ev.Copied: self._copied,
             ev.JobDone: self._job_done,
             ev.JobFailed: self._job_failed,
@@ -92,7 +96,16 @@ class Brain:
             raise InvalidInput(f"a brain hears events, not {type(event).__name__}")
         self._out.clear()
         handler(event)
+        self._check()
         return self._out[:]
+
+    def _check(self) -> None:
+        """Raise Contradiction if what is cheap to look at cannot be. `validate` looks at everything."""
+        if not 0 <= self.slots.num_available <= self.slots.num_slots:
+            raise Contradiction(f"{self.slots.num_available} slots of {self.slots.num_slots} could be had")
+        for tier in self.tiers.values():
+            if tier.queued_load_bytes < 0 or tier.queued_save_bytes < 0 or tier.num_pinning < 0:
+                raise Contradiction(f"more jobs of {tier.name} have ended than were begun")
 
     def validate(self) -> None:
         """Raise AssertionError if the state contradicts itself. Reads everything."""
@@ -275,6 +288,7 @@ class Brain:
         self._forget_pending(event.request, request.keys)
         self.index.release(request.hold, now_s=event.now_s)
         self._account(request, event.now_s)
+        self._clean(event.now_s)  # what it held may be among the next to leave the device
 
     def _forget_pending(self, name: str, keys: Iterable[BlockKey]) -> None:
         pending = self.pending
@@ -371,13 +385,16 @@ class Brain:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
+    def _vacated(self, event: ev.Vacated) -> None:
+        if not self.withheld.issuperset(event.slots):
+            raise InvalidInput("slots that are not withheld cannot be vacated")
+        self.withheld.difference_update(event.slots)
+        self.slots.absolve(event.slots)
+
     def _paced(self, event: ev.Paced) -> None:
         if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
             raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
         self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
-
-    def _ticked(self, event: ev.Ticked) -> None:
-        self._clean(event.now_s)
 
     def _store_off(self, event: ev.StoreOff) -> None:
         tier = self._tier(event.store)

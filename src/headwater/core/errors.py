@@ -11,6 +11,7 @@
     ├── ResourceClosed                  used after close()
     ├── NotInstalled                    an optional package is missing; the message says what to install
     ├── RankUnavailable                 a rank's process did not come, or is not the rank it should be
+    ├── Contradiction (AssertionError)  our own books do not agree: a fault of ours, and nothing in them may be believed
     └── StoreError                      a store cannot be opened or used; the cache goes on without the tier
         ├── StoreUnavailable              missing, read-only or foreign directory, another version, full disk
         ├── StoreMismatch                 the directory was made with other settings (byte limit, policy)
@@ -64,6 +65,10 @@ class NotInstalled(HeadwaterError):
 
 class RankUnavailable(HeadwaterError):
     """A rank's process did not come, or is not the rank it should be: the group cannot be made."""
+
+
+class Contradiction(HeadwaterError, AssertionError):
+    """Our own books do not agree: the cache fails closed. Raised, and not asserted: `python -O` removes asserts."""
 
 
 class StoreError(HeadwaterError):

@@ -100,6 +100,7 @@ class Engine:
         self._closing = False
         self._in_hurry = False
         self._news = False  # the cache heard something since it was last looked at
+        self._generation = connector.cache.generation
         connector.cache.on_change = self._wake
         self._handover = Handover(
             handoffs,
@@ -174,6 +175,7 @@ class Engine:
         with self._lock:
             request.cancelled = True
             self._lock.notify()
+        self._handover.wake()
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
@@ -232,7 +234,12 @@ class Engine:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
                 if request.cancelled and request.phase not in (Phase.FETCHING, Phase.SENDING):
                     self._end(request, Finish.CANCELLED)
+            if self._generation != self.connector.cache.generation:  # its brain failed, or was revived
+                self._generation = self.connector.cache.generation
+                self._scheduler.restart()
             work = self._scheduler.plan(time.monotonic())
+            if self._generation != self.connector.cache.generation:
+                continue
             if work:
                 self._step(work)
             else:

@@ -9,7 +9,6 @@ request that is cancelled is told to its thread, which then ends soon.
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,6 @@ from headwater.engine.request import Request, Sending
 from headwater.storage.base import Deadline
 
 Outcome: TypeAlias = Sent | Unsent | Fetched | Missing
-
-_LOOK_S: Final = 0.002  # between two looks whether a request is ready
 
 log = logging.getLogger("headwater")
 
@@ -71,9 +68,9 @@ class Handoffs:
         over: Over,
         until_s: float,
         *,
-        ready: Callable[[], bool] = lambda: True,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send a request's prompt, all of which is computed, as soon as it is `ready`. Does not block."""
+        """Send a request's prompt, all of which is computed, after a `wait` in its thread. Does not block."""
         sender, tokens = self._sender, list(request.prompt)
         name = (request.handoff.request if isinstance(request.handoff, Sending) else "") or request.name
         if sender is None:
@@ -81,8 +78,7 @@ class Handoffs:
         slots = request.slots[: -(-len(tokens) // self._block_tokens)]
 
         def send() -> Outcome:
-            while not ready():
-                time.sleep(_LOOK_S)
+            wait()
             return sender.send(
                 name,
                 tokens,

@@ -78,7 +78,13 @@ class Handover:
     def close(self) -> None:
         """End the threads. Blocks until nobody touches slots any more: soon, where requests were cancelled before."""
         if self._handoffs is not None:
+            self.wake()
             self._handoffs.close()
+
+    def wake(self) -> None:
+        """Have threads see that their requests were cancelled. From any thread. Does not block."""
+        if self._handoffs is not None:
+            self._connector.wake()
 
     @property
     def active(self) -> bool:
@@ -121,15 +127,14 @@ class Handover:
         until_s = min(sending.until_s, request.first_token_s + sending.timeout_s)
         patience_s = (request.first_token_s + until_s) / 2
 
-        def ready() -> bool:  # in the thread that sends: a step of this one may take a second
-            if request.cancelled or time.monotonic() >= patience_s:
-                return True
-            return not (handoffs.tier and self._connector.saving(request, handoffs.tier))
+        def wait() -> None:  # in the thread that sends: a step of this one may take a second
+            if handoffs.tier:
+                self._connector.wait_saved(request, handoffs.tier, patience_s - time.monotonic())
 
         first, over = request.kept
         request.kept = None
         state = SamplerState(seed=settle_seed(request), position=len(request.prompt) + 1)
-        handoffs.begin_send(request, first, state, over, until_s, ready=ready)
+        handoffs.begin_send(request, first, state, over, until_s, wait=wait)
 
     def _sent(self, request: Request, outcome: Outcome) -> None:
         request.pool_s = time.monotonic() - (request.first_token_s or request.arrived_s)

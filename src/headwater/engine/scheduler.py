@@ -158,6 +158,11 @@ class Scheduler:
             self._preempt(next(one for one in reversed(self.running) if not one.moving))  # itself at the latest
         return False
 
+    def restart(self) -> None:
+        """Have all who run begin anew, but those that are being handed over: what they were told does not hold."""
+        for request in [one for one in reversed(self.running) if not one.moving]:
+            self._preempt(request)
+
     def _preempt(self, request: Request) -> None:
         self._slots.release(request)
         self.running.remove(request)

@@ -124,7 +124,11 @@ class PrefixIndex(ABC):
 
     @abstractmethod
     def num_marked(self, hold: Hold, bit: int) -> int:
-        """How many held blocks come before those at the end that lack `bit`: where writing has to begin."""
+        """How many leading held blocks need not be written to the store of this bit: where writing has to begin."""
+
+    def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
+        """How many held blocks from there on are not in the store: all, where it keeps nothing without its prefix."""
+        return hold.num_blocks - start
 
     @abstractmethod
     def evict(self) -> Victim | None:

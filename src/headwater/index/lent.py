@@ -3,18 +3,19 @@
 Such an engine lends us a request's slots for as long as the request runs, or until what is saved from them was read. It
 does not say which blocks it keeps afterwards, so none is known here: each hold is a path of its own, with the slots of
 its own request, and no two requests ever share one. What is remembered beyond a request is which stores are believed to
-have a block, for so many blocks as were used last: otherwise each turn of a conversation would be written again.
+have a block, for so many blocks as were used last: otherwise each turn of a conversation would be written again. A
+store that evicts page by page leaves holes in a path, and so do marks: writing begins at the first hole.
 
 Slots are numbers of the engine's: nothing is free, taken or given back.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.ghosts import Ghosts
@@ -27,6 +28,8 @@ UNKNOWN: Final = -1  # the slot of a block that the engine has, until it says wh
 class _Path:
     keys: list[BlockKey] = field(default_factory=list)
     slots: "array[int]" = field(default_factory=lambda: array("q"))
+    # By bit: so many leading blocks had it when so many marks had been lost. A path and its pins have it together.
+    whole: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class LentIndex(PrefixIndex):
@@ -37,6 +40,7 @@ class LentIndex(PrefixIndex):
         self.ghosts = Ghosts(0)
         self._num_marks = num_marks
         self._marks: OrderedDict[BlockKey, int] = OrderedDict()
+        self._num_lost = 0  # how often a store was seen to lack what was marked
 
     def __len__(self) -> int:
         """No block is known for longer than a request has it."""
@@ -89,7 +93,7 @@ class LentIndex(PrefixIndex):
         """A copy of the path: the request may leave before the job is over."""
         path = _path(hold)
         num = len(path.keys) if num_blocks is None else num_blocks
-        return Hold(_Path(path.keys[:num], path.slots[:num]), num)
+        return Hold(_Path(path.keys[:num], path.slots[:num], path.whole), num)
 
     def unpin(self, pin: Hold) -> None:
         """Nothing is kept; it may still be marked."""
@@ -112,6 +116,7 @@ class LentIndex(PrefixIndex):
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks are in a store."""
+        self._num_lost += not on
         for key in _path(hold).keys[start:end]:
             marks = self._marks.pop(key, 0)
             marks = marks | bit if on else marks & ~bit
@@ -122,6 +127,7 @@ class LentIndex(PrefixIndex):
 
     def unmark(self, bit: int) -> None:
         """Forget of every block that it is in a store."""
+        self._num_lost += 1
         kept = ((key, marks & ~bit) for key, marks in self._marks.items())
         self._marks = OrderedDict((key, marks) for key, marks in kept if marks)
 
@@ -129,14 +135,29 @@ class LentIndex(PrefixIndex):
         """Blocks were seen not to be in a store."""
         for key in keys:
             if self._marks.get(key, 0) & bit:
+                self._num_lost += 1
                 self._marks[key] &= ~bit
                 if not self._marks[key]:
                     del self._marks[key]
 
     def num_marked(self, hold: Hold, bit: int) -> int:
-        """Where writing has to begin: behind the last block that the store is believed to have."""
-        keys = _path(hold).keys
-        return next((at + 1 for at in range(len(keys) - 1, -1, -1) if self._marks.get(keys[at], 0) & bit), 0)
+        """Where writing has to begin: at the first block that the store is not believed to have.
+
+        What was whole is not read again until a mark is lost: a long answer asks this with every block.
+        """
+        path, marks = _path(hold), self._marks
+        num_lost, at = path.whole.get(bit, (self._num_lost, 0))
+        if num_lost != self._num_lost:
+            at = 0
+        while at < len(path.keys) and marks.get(path.keys[at], 0) & bit:
+            at += 1
+        path.whole[bit] = (self._num_lost, at)
+        return min(at, len(path.keys))
+
+    def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
+        """How many blocks from `start` on are not believed to be in the store."""
+        marks = self._marks
+        return sum(not marks.get(key, 0) & bit for key in _path(hold).keys[start:])
 
     def evict(self) -> Victim | None:
         """Nothing is ours to evict."""
@@ -171,6 +192,9 @@ class LentSlots(DeviceSlots):
     def quarantine(self, slots: Iterable[int]) -> None:
         """The engine keeps them until it hears that the job has ended."""
 
+    def withhold(self, slots: Collection[int]) -> None:
+        """The engine knows who uses them."""
+
     def absolve(self, slots: Sequence[int]) -> None:
         """The engine hears of it."""
 
@@ -184,5 +208,6 @@ class LentSlots(DeviceSlots):
 
 
 def _path(hold: Hold) -> _Path:
-    assert isinstance(hold.at, _Path), "a hold of another index"
+    if not isinstance(hold.at, _Path):
+        raise Contradiction("a hold of another index")
     return hold.at

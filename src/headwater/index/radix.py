@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
+from headwater.core.errors import Contradiction
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.appraisal import Appraisal
@@ -218,8 +219,8 @@ class RadixIndex(PrefixIndex):
         run.ticket = 0
         self._num_leaves -= 1
         parent = run.parent
-        assert parent is not None
-        assert parent.children is not None
+        if parent is None or parent.children is None:
+            raise Contradiction("a run that nothing leads to")
         del parent.children[key]
         if not parent.children:
             parent.children = None
@@ -330,7 +331,8 @@ class RadixIndex(PrefixIndex):
     def _end_of(self, hold: Hold) -> Run:
         """The run at whose end a request's hold is. Others' holds end there too, or nowhere in it."""
         run = cast(Run, hold.at)
-        assert run.end == hold.num_blocks, "a hold inside a run"
+        if run.end != hold.num_blocks:
+            raise Contradiction("a hold inside a run")
         return run
 
     def _runs(self) -> Iterator[Run]:

@@ -7,6 +7,7 @@ from array import array
 from functools import cache
 from typing import Final
 
+from headwater.core.errors import Contradiction
 from headwater.core.page import KEY_BYTES
 from headwater.index.base import Hold
 from headwater.index.ghosts import Past
@@ -46,9 +47,8 @@ class Run:
     def split(self, inside: int) -> "Run":
         """Cut it behind its first `inside` blocks. Returns the new upper part; the lower keeps its identity."""
         parent = self.parent
-        assert parent is not None
-        assert parent.children is not None
-        assert 0 < inside < len(self.slots)
+        if parent is None or parent.children is None or not 0 < inside < len(self.slots):
+            raise Contradiction("a run that cannot be cut there")
         upper = Run(parent, self.start, self.past, self.previous_s)
         upper.keys, self.keys = self.keys[: inside * _K], self.keys[inside * _K :]
         upper.slots, self.slots = self.slots[:inside], self.slots[inside:]

@@ -6,6 +6,7 @@ A slot is in exactly one state, and only the moves drawn here exist:
     OWN -> KNOWN         its block is finished and entered the index (it won)
     OWN -> FREE          given back unfinished, or finished second: the block is known in another slot (it lost)
     OWN -> QUARANTINED   given back while a job may still write there (rule 2); -> FREE when the job has ended
+    FREE -> QUARANTINED  withheld: somebody whom nobody here knows may still use it; -> FREE when they are gone
     KNOWN -> FREE        its block was evicted
 
 A slot that lost stays OWN until its request ends: nothing is pulled from under a running request.
@@ -13,10 +14,10 @@ A slot that lost stays OWN until its request ends: nothing is pulled from under 
 
 import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from headwater.core.errors import InvalidConfig
+from headwater.core.errors import Contradiction, InvalidConfig
 from headwater.index.base import PrefixIndex, Victim
 
 
@@ -57,8 +58,10 @@ class DeviceSlots:
         victims: list[Victim] = []
         while len(self._free) < num:
             victim = self._index.evict()
-            assert victim is not None, "blocks that could leave, and none does"
-            assert self._states[victim.slot] == SlotState.KNOWN, "a victim in a slot that nobody knows"
+            if victim is None:
+                raise Contradiction("blocks that could leave, and none does")
+            if self._states[victim.slot] != SlotState.KNOWN:
+                raise Contradiction(f"a victim in slot {victim.slot}, which is no known block's")
             self._states[victim.slot] = SlotState.FREE
             self._free.append(victim.slot)
             victims.append(victim)
@@ -80,8 +83,14 @@ class DeviceSlots:
         """A request is gone, and a job may still write into its slots."""
         self._move(slots, SlotState.OWN, SlotState.QUARANTINED)
 
+    def withhold(self, slots: Collection[int]) -> None:
+        """Free slots are not to be taken until they are absolved: others may still use them."""
+        self._move(slots, SlotState.FREE, SlotState.QUARANTINED)
+        held = frozenset(slots)
+        self._free = array("i", [slot for slot in self._free if slot not in held])
+
     def absolve(self, slots: Sequence[int]) -> None:
-        """The job has ended: its slots are free."""
+        """The job has ended, or they who used them are gone: the slots are free."""
         self._move(slots, SlotState.QUARANTINED, SlotState.FREE)
         self._free.extend(reversed(slots))
 
@@ -115,5 +124,6 @@ class DeviceSlots:
     def _move(self, slots: Iterable[int], before: SlotState, after: SlotState) -> None:
         states = self._states
         for slot in slots:
-            assert states[slot] == before, f"slot {slot} is {SlotState(states[slot]).name}"
+            if states[slot] != before:
+                raise Contradiction(f"slot {slot} is {SlotState(states[slot]).name}, and not {before.name}")
             states[slot] = after

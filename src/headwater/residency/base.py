@@ -15,7 +15,6 @@ What every index keeps to (`headwater.testing.residency_machine` checks it):
 `apply` and `lookup` never raise for trouble with a server: they say so, by their deadline.
 """
 
-import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,22 +22,11 @@ from types import TracebackType
 from typing import Final, Self
 
 from headwater.core.keys import BlockKey, Extra, Tokens, block_keys
-from headwater.residency.events import TIERS, Update
+from headwater.residency.events import TIERS, Applied, Update
 from headwater.storage.base import Deadline
 
 _ANY: Final = 1 << len(TIERS)  # in some tier
 _BITS: Final = (*TIERS.values(), _ANY)
-
-
-class Applied(enum.StrEnum):
-    """What became of an update, and what its node has to do."""
-
-    APPLIED = "applied"
-    STALE = "stale"  # heard before: nothing to do
-    RESYNC = "resync"  # applied, now or before, but something else was lost: begin a round
-    UNKNOWN = "unknown"  # not applied: nothing is known of this node, or its lease ran out: begin a round
-    FENCED = "fenced"  # not applied: a newer process has the node's name
-    FAILED = "failed"  # nobody knows: say it again
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ and `parent` and `depth` say where in it the row lies. A shared block has one ke
 
 An `Update` is what goes over a link: changes, numbered without gaps (`sequence`) in the life of one process of a node
 (`epoch`). Changes may get lost on the way; so now and then a node says everything (a *round*): BEGIN, changes, END.
-What was not said in a round is not there.
+What was not said in a round is not there. `Applied` is what comes back.
 """
 
 import enum
@@ -21,6 +21,17 @@ from headwater.core.page import KEY_BYTES
 
 FORMAT: Final = "headwater/residency/1"
 MAX_EPOCH: Final = 1 << 53  # epochs and sequence numbers are exact in everybody's arithmetic
+
+
+class Applied(enum.StrEnum):
+    """What became of an update, and what its node has to do."""
+
+    APPLIED = "applied"
+    STALE = "stale"  # heard before: nothing to do
+    RESYNC = "resync"  # applied, now or before, but something else was lost: begin a round
+    UNKNOWN = "unknown"  # not applied: nothing is known of this node, or its lease ran out: begin a round
+    FENCED = "fenced"  # not applied: a newer process has the node's name
+    FAILED = "failed"  # nobody knows: say it again
 
 
 class State(enum.IntFlag):

@@ -10,9 +10,8 @@ lasts is dropped: by then nobody believes this node any more, and a round will s
 """
 
 from headwater.core.keys import BlockKey
-from headwater.residency.base import Applied
 from headwater.residency.book import Book
-from headwater.residency.events import Change, Kind, Update
+from headwater.residency.events import Applied, Change, Kind, Update
 
 
 class Herald:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headwater.core.keys import BlockKey
-from headwater.residency.base import Applied, Found, Holder, Node, Residency, holder, ranked
-from headwater.residency.events import TIERS, Kind, Update, require
+from headwater.residency.base import Found, Holder, Node, Residency, holder, ranked
+from headwater.residency.events import TIERS, Applied, Kind, Update, require
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 
 _REMEMBERED_S: Final = 3600.0  # how long the epoch of a node that went silent is known

@@ -19,9 +19,9 @@ from headwater.config import ResidencyConfig
 from headwater.core.events import Came, Lost, Went
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Residency
+from headwater.residency.base import Residency
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Kind, State, Update
+from headwater.residency.events import TIERS, Applied, Kind, State, Update
 from headwater.residency.herald import Herald
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 

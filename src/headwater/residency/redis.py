@@ -17,11 +17,11 @@ from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
-from headwater.residency.base import Applied, Found, Node, Residency, holder, prefixes, ranked
-from headwater.residency.events import TIERS, Update, require
+from headwater.residency.base import Found, Node, Residency, holder, prefixes, ranked
+from headwater.residency.events import TIERS, Applied, Update, require
 from headwater.residency.redis_scripts import LOOKUP, REMEMBERED_MS, UPDATE
 from headwater.storage.base import Deadline
-from headwater.storage.redis_lines import RedisError, RedisLines, ResponseError
+from headwater.storage.redis_lines import RedisError, RedisLines, Refused
 
 _ENTRY_BYTES: Final = 9
 _POOL_AT: Final = list(TIERS).index("pool")
@@ -131,7 +131,7 @@ class RedisResidency(Residency):
         """One round trip; two where the server does not know the script yet. Raises RedisError."""
         name = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()
         (answer,) = self._lines.ask([(b"EVALSHA", name, 0, self._prefix, *words)], deadline)
-        if isinstance(answer, ResponseError) and "NOSCRIPT" in f"{type(answer).__name__.upper()} {answer}":
+        if isinstance(answer, Refused) and answer.code == "NOSCRIPT":
             (answer,) = self._lines.ask([(b"EVAL", script, 0, self._prefix, *words)], deadline)
         if isinstance(answer, RedisError):
             raise answer

@@ -1,22 +1,26 @@
 """A node's application: its routes, and what is said about it.
 
 `/health` is open to everybody; all else wants the key, where there is one (`door.py`). What happens to a request that
-generates is in `service.py` and `generate.py`, what routers ask for in `tickets.py`.
+generates is in `service.py` and `generate.py`, what routers ask for in `tickets.py`, what an administrator may in
+`revive.py`.
 """
 
+import asyncio
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.serve import errors
-from headwater.serve.door import HEALTH, MODELS, application, prometheus
+from headwater.serve.door import HEALTH, MODELS, application, body_of, prometheus
 from headwater.serve.errors import ApiError
 from headwater.serve.generate import Generate
 from headwater.serve.openai import Chat, Completions
+from headwater.serve.revive import BRAIN, REVIVE, revive
 from headwater.serve.service import Service
 from headwater.serve.tickets import ATTEMPTS, DECODE, PREFILL, Decode, Prefill
 
 try:
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
@@ -24,7 +28,7 @@ except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _METRICS: Final = "/metrics"
-_PATHS: Final = (HEALTH, MODELS, _METRICS, Completions.endpoint, Chat.endpoint, PREFILL, DECODE, ATTEMPTS)
+_PATHS: Final = (HEALTH, MODELS, _METRICS, REVIVE, Completions.endpoint, Chat.endpoint, PREFILL, DECODE, ATTEMPTS)
 
 
 def create_app(service: Service) -> Starlette:
@@ -34,7 +38,22 @@ def create_app(service: Service) -> Starlette:
     async def health(http: Request) -> Response:
         if service.stopping or not running.engine.alive:
             raise ApiError(503, "the engine does not run", kind="server_error", code="not_running")
-        return JSONResponse({"status": "ok", "requests": running.engine.num_requests})
+        found = {"status": "ok", "requests": running.engine.num_requests}
+        return JSONResponse(found if running.cache.failed is None else {**found, "cache": "only misses"})
+
+    async def revival(http: Request) -> Response:
+        """Have what is switched off used again."""
+        bare = http.headers.get("content-length", "0") == "0"
+        body = {} if bare else await body_of(http, config.max_body_bytes)
+        what = body.pop("what", None)
+        if body or not isinstance(what, str | None):
+            raise errors.invalid("what", f"{REVIVE} takes `what`: a tier's name, or {BRAIN!r}; all that is off without")
+        async with reviving:
+            try:
+                found = await run_in_threadpool(revive, running.cache, what)
+            except InvalidInput as error:
+                raise errors.invalid("what", str(error)) from error
+        return JSONResponse(found.document())
 
     async def metrics(http: Request) -> Response:
         running.cache.gauges()
@@ -66,9 +85,11 @@ def create_app(service: Service) -> Starlette:
         return JSONResponse(progress)
 
     started_s = int(config.model.stat().st_mtime)
+    reviving = asyncio.Lock()
     routes = [
         Route(HEALTH, health),
         Route(_METRICS, metrics),
+        Route(REVIVE, revival, methods=["POST"]),
         Route(MODELS, models),
         Route(MODELS + "/{name:path}", model),
         Route(PREFILL, Prefill(service), methods=["POST"]),

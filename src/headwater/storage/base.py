@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Final, Protocol, Self, runtime_checkable
+from typing import Final, Protocol, Self, runtime_checkable
 
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta
@@ -106,13 +106,38 @@ class DeleteStatus(enum.StrEnum):
 
 
 class Store(ABC):
-    """Keeps frames under names. All calls may come from several threads."""
+    """Keeps frames under names. All calls may come from several threads.
 
-    cheap_calls: ClassVar[bool] = False  # a call costs nothing worth batching: ask page by page, verify each while hot
-    portion_bytes: ClassVar[int] = 0  # not 0: sealing and verifying go beside its calls, in portions from this size on
-    interruptible: ClassVar[bool] = (
-        True  # False: what it stands on blocks as it likes, and deadlines are only looked at
-    )
+    What one can do besides is asked of it (`addressable`, `glancing`, `registering`), and never of its class: what is
+    wrapped can still do it.
+    """
+
+    @property
+    def cheap_calls(self) -> bool:
+        """Whether a call costs nothing worth batching: ask page by page, verify each while it is hot."""
+        return False
+
+    @property
+    def portion_bytes(self) -> int:
+        """If not 0: sealing and verifying go beside its calls, in portions from this size on."""
+        return 0
+
+    @property
+    def interruptible(self) -> bool:
+        """If not: what it stands on blocks as it likes, and deadlines are only looked at."""
+        return True
+
+    def addressable(self) -> "Addressable | None":
+        """Its pages in place; None: they go by `put` and `get_into` alone."""
+        return self if isinstance(self, Addressable) else None
+
+    def glancing(self) -> "Glancing | None":
+        """Who says from memory what it has; None: it has to be asked."""
+        return self if isinstance(self, Glancing) else None
+
+    def registering(self) -> "Registering | None":
+        """Who may be shown memory that pages lie in; None: that is no help."""
+        return self if isinstance(self, Registering) else None
 
     @abstractmethod
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:

@@ -3,6 +3,7 @@
 A plain Store promises not to touch a caller's buffers once it has answered, and a call that is stuck cannot promise
 that. So the bytes go through memory of the call's own, one copy more each way, and a buffer that was given for a page
 that came late is never written to. Who can wait for `on_return` before it uses its memory again asks `Calls` itself.
+What the store inside can do besides (in place, at a glance) is not passed on: nobody could bound it, or take it back.
 """
 
 from collections.abc import Sequence

@@ -27,17 +27,10 @@ from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, St
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta, expiry_ms, parse
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.redis_lines import (
-    AuthenticationError,
-    Command,
-    OutOfMemoryError,
-    RedisError,
-    RedisLines,
-    RedisTimeoutError,
-    ResponseError,
-)
+from headwater.storage.redis_lines import Command, LineLate, RedisError, RedisLines, Refused, Skipped, Unauthorised
+from headwater.storage.redis_protocol import MAX_VALUE_BYTES
 
-MAX_VALUE_BYTES: Final = 512 << 20  # Redis' own limit
+_DELETED: Final = {1: DeleteStatus.REMOVED, 0: DeleteStatus.ABSENT}
 _TRIP_BYTES: Final = 256 << 10  # frames in one round trip: with more, reading was slower (measured)
 _TRIP_NAMES: Final = 512  # small commands in one round trip
 
@@ -147,12 +140,12 @@ class RedisStore(Store):
         for trip in _trips([(i, len(buffer)) for i, (_, buffer) in enumerate(pages)]):
             commands = [(b"GETEX", self._prefix + pages[i][0], b"PX", self._ttl_ms(i)) for i in trip]
             try:
-                answers = self._lines.ask(commands, deadline)
+                answers = self._lines.ask(commands, deadline, into=[pages[i][1] for i in trip])
             except RedisError as error:
-                rest = GetStatus.LATE if isinstance(error, RedisTimeoutError) else GetStatus.FAILED
+                rest = GetStatus.LATE if isinstance(error, LineLate) else GetStatus.FAILED
                 return results[: trip[0]] + [rest] * (len(pages) - trip[0])
             for i, value in zip(trip, answers, strict=True):
-                results[i] = _copied(value, pages[i][1])
+                results[i] = _got(value, pages[i][1])
             self._keep_expiry([pages[i] for i in trip if results[i] is GetStatus.HIT], deadline)
         return results
 
@@ -189,10 +182,12 @@ class RedisStore(Store):
             try:
                 answers = self._lines.ask([(b"UNLINK", self._prefix + name) for name in asked], deadline)
             except RedisError as error:
-                rest = DeleteStatus.LATE if isinstance(error, RedisTimeoutError) else DeleteStatus.FAILED
+                rest = DeleteStatus.LATE if isinstance(error, LineLate) else DeleteStatus.FAILED
                 return results + [rest] * (len(names) - len(results))
-            statuses = {1: DeleteStatus.REMOVED, 0: DeleteStatus.ABSENT}
-            results += [statuses[answer] if isinstance(answer, int) else DeleteStatus.FAILED for answer in answers]
+            results += [
+                _DELETED.get(answer, DeleteStatus.FAILED) if isinstance(answer, int) else DeleteStatus.FAILED
+                for answer in answers
+            ]
         return results
 
     def close(self) -> None:
@@ -207,7 +202,7 @@ class RedisStore(Store):
         where = self._lines.where
         try:
             (answer,) = self._lines.ask([(b"GETEX", self._prefix + b"hello")], deadline)
-        except AuthenticationError as error:
+        except Unauthorised as error:
             message = f"the Redis server at {where} wants other credentials ({error}): redis://USER:PASSWORD@HOST:PORT"
             raise StoreUnavailable(message) from error
         except RedisError as error:
@@ -216,7 +211,7 @@ class RedisStore(Store):
                 "redis-server --save '' --maxmemory 4gb --maxmemory-policy volatile-ttl"
             )
             raise StoreUnavailable(message) from error
-        if isinstance(answer, ResponseError):
+        if isinstance(answer, Refused):
             self.close()
             message = f"the Redis server at {where} refuses GETEX ({answer}): it must be 6.2 or newer, no cluster"
             raise StoreUnavailable(f"{message}, and let us use the keys that begin with {self._prefix.decode()!r}")
@@ -235,28 +230,26 @@ class RedisStore(Store):
 
 def _put_status(done: object, seen: object, num_bytes: int) -> PutStatus:
     """Of what SET and the STRLEN behind it said."""
-    if isinstance(done, OutOfMemoryError):
-        return PutStatus.NO_ROOM
-    if isinstance(done, ResponseError):
+    if isinstance(done, Refused):
+        return PutStatus.NO_ROOM if done.code == "OOM" else PutStatus.FAILED
+    if done is None:
+        return PutStatus.EXISTS if seen == num_bytes else PutStatus.FAILED
+    if done != b"OK" or seen not in (0, num_bytes):
         return PutStatus.FAILED
-    if seen == num_bytes:
-        return PutStatus.EXISTS if done is None else PutStatus.STORED
-    return PutStatus.NO_ROOM if seen == 0 and done is not None else PutStatus.FAILED  # evicted at once
+    return PutStatus.STORED if seen == num_bytes else PutStatus.NO_ROOM  # evicted at once
 
 
 def _put_trouble(error: RedisError) -> PutStatus:
-    return PutStatus.LATE if isinstance(error, RedisTimeoutError) else PutStatus.FAILED
+    return PutStatus.LATE if isinstance(error, LineLate) else PutStatus.FAILED
 
 
-def _copied(value: object, buffer: memoryview) -> GetStatus:
+def _got(value: object, buffer: memoryview) -> GetStatus:
+    """Of what came for a page, which is in its buffer if all of it was there."""
     if value is None:
         return GetStatus.MISS
-    if not isinstance(value, bytes):
-        return GetStatus.FAILED
-    if len(value) != len(buffer):
+    if isinstance(value, Skipped):
         return GetStatus.SHORT
-    buffer[:] = value
-    return GetStatus.HIT
+    return GetStatus.HIT if value is buffer else GetStatus.FAILED
 
 
 def _trips(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:

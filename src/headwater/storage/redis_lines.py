@@ -1,108 +1,68 @@
 """Connections to a Redis server that end every exchange by a deadline, and come back after the server did.
 
-The client's own time limits hold for one read of a socket, not for a call: a server that drips would stretch them. So
-each socket is told before each read and write how much is left until the deadline (`_Paced`). Only finding a host's
-address is the system's business: give an address where its resolver is not to be trusted.
+Each exchange ends with a PING of a word that no other has. If anything but that word comes back in its place, answers
+were lost, doubled or mixed up on the way: none of them counts, and the connection is not used again.
+
+Hosts with several addresses share the time there is between them. The system's resolver blocks as it likes, so it is
+asked in a thread, and waited for until the deadline.
 """
 
+import errno
+import math
+import os
+import select
 import socket
+import ssl
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from headwater.core.errors import NotInstalled, StoreUnavailable
+from headwater.core.errors import StoreUnavailable
 from headwater.storage.base import Deadline
+from headwater.storage.redis_protocol import (
+    Answers,
+    Channel,
+    Command,
+    LineDown,
+    LineLate,
+    Nonces,
+    RedisError,
+    Refused,
+    Skipped,
+    packed,
+)
 
-try:
-    from redis.backoff import NoBackoff
-    from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
-    from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError, ResponseError
-    from redis.exceptions import ConnectionError as RedisConnectionError
-    from redis.exceptions import TimeoutError as RedisTimeoutError
-    from redis.retry import Retry
-except ImportError as error:
-    raise NotInstalled(f"a store on Redis needs {error.name}: pip install 'headwater[redis]'") from error
+__all__ = ["Command", "LineDown", "LineLate", "RedisError", "RedisLines", "Refused", "Skipped", "Unauthorised"]
 
-__all__ = [
-    "AuthenticationError",
-    "Command",
-    "OutOfMemoryError",
-    "RedisError",
-    "RedisLines",
-    "RedisTimeoutError",
-    "ResponseError",
-]
+_PORT: Final = 6379
+_UNAUTHORISED: Final = frozenset({"NOAUTH", "WRONGPASS"})
+_CERTIFICATES: Final = {"required": ssl.CERT_REQUIRED, "optional": ssl.CERT_OPTIONAL, "none": ssl.CERT_NONE}
+_TLS: Final = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname"})
 
-_READ_BYTES: Final = 256 << 10
-_SMALL_BYTES: Final = 4096  # words up to this size are copied together before they are sent
-_IN_A_URL: Final = frozenset({"host", "port", "path", "db", "username", "password"})
-
-Command = tuple[bytes | memoryview | int, ...]
+_Endpoint = tuple[int, tuple[Any, ...] | str]  # a family, and an address of it
 
 
-class _Pace:
-    """Until when a socket may read and write."""
-
-    __slots__ = ("deadline",)
-
-    def __init__(self, deadline: Deadline) -> None:
-        self.deadline = deadline
-
-
-class _Paced:
-    """A socket that ends what it does by a deadline, however slowly the other side drips."""
-
-    def __init__(self, sock: socket.socket, pace: _Pace) -> None:
-        self._sock = sock
-        self._pace = pace
-
-    def _arm(self) -> None:
-        left_s = self._pace.deadline.remaining_s
-        if not left_s:
-            raise TimeoutError("no time left")
-        self._sock.settimeout(left_s)
-
-    def settimeout(self, _: float | None) -> None:
-        """Nothing: the deadline rules."""
-
-    def recv(self, num_bytes: int) -> bytes:
-        self._arm()
-        return self._sock.recv(num_bytes)
-
-    def recv_into(self, buffer: memoryview) -> int:  # what hiredis' parser calls
-        self._arm()
-        return self._sock.recv_into(buffer)
-
-    def sendall(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            self._arm()
-            view = view[self._sock.send(view) :]
-
-    def __getattr__(self, name: str) -> Any:  # what else a connection asks of its socket
-        return getattr(self._sock, name)
+class Unauthorised(RedisError):
+    """The server wants other credentials."""
 
 
 class _Line:
-    """Mixed into the client's connections: what it connects is paced."""
+    """One connection."""
 
-    pace: _Pace
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.answers = Answers(channel)
 
-    def _connect(self) -> _Paced:
-        return _Paced(super()._connect(), self.pace)  # type: ignore[misc]
-
-
-class _Tcp(_Line, Connection):
-    pass
-
-
-class _Tls(_Line, SSLConnection):
-    pass
-
-
-class _Unix(_Line, UnixDomainSocketConnection):
-    pass
+    def exchange(self, commands: Sequence[Command], nonce: bytes, into: Sequence[memoryview | None] = ()) -> list[Any]:
+        self.channel.send(packed([*commands, (b"PING", nonce)]))
+        *found, proof = self.answers.read([*(into or [None] * len(commands)), None])
+        if isinstance(proof, Refused):
+            raise Unauthorised(str(proof)) if proof.code in _UNAUTHORISED else proof
+        if proof != nonce:
+            raise LineDown("answers were lost or doubled on the way")
+        return found
 
 
 class RedisLines:
@@ -111,32 +71,33 @@ class RedisLines:
     def __init__(self, url: str) -> None:
         """Connects when asked. Raises StoreUnavailable for what is no address."""
         self.where = _without_secrets(url)
-        self._kind, self._options = _parsed(url, self.where)
+        self._address = _parsed(url, self.where)
+        self._resolver = _Resolver(self._address.host, self._address.port)
+        self._nonces = Nonces(os.urandom(8).hex().encode())
         self._lock = threading.Lock()
-        self._idle: list[Any] = []  # the client's types are no help
+        self._idle: list[_Line] = []
         self._closed = False
 
-    def ask(self, commands: Sequence[Command], deadline: Deadline) -> list[Any]:
-        """One round trip; an answer that is an error is returned. Raises RedisError where there is no answer at all.
+    def ask(
+        self, commands: Sequence[Command], deadline: Deadline, *, into: Sequence[memoryview | None] = ()
+    ) -> list[Any]:
+        """One round trip; an answer that is a refusal is returned. Raises RedisError where there is no answer at all.
 
-        A server that was restarted has hung up on all old connections: then once more, with a new one. Every command
-        of a store may be done twice.
+        `into`: a buffer for the value that each command brings: what is of its size is put there, and the buffer is the
+        answer. A server that was restarted has hung up on all old connections: then once more, with a new one. Every
+        command of a store may be done twice.
         """
         if deadline.expired:
-            raise RedisTimeoutError("no time left")
-        with self._lock:
-            line = self._idle.pop() if self._idle else None
+            raise LineLate("no time left")
+        line = self._take()
         if line is not None:
             try:
-                return self._exchange(line, commands, deadline)
-            except RedisConnectionError:
+                return self._exchange(line, commands, deadline, into)
+            except LineDown:
                 self._hang_up()
             if deadline.expired:
-                raise RedisTimeoutError("no time left")
-        left_s = deadline.remaining_s
-        line = self._kind(**self._options, socket_timeout=left_s, socket_connect_timeout=left_s)
-        line.pace = _Pace(deadline)
-        return self._exchange(line, commands, deadline)
+                raise LineLate("no time left")
+        return self._exchange(self._connect(deadline), commands, deadline, into)
 
     def close(self) -> None:
         """Hang up, now and after every call that is under way. Idempotent."""
@@ -144,70 +105,197 @@ class RedisLines:
             self._closed = True
         self._hang_up()
 
+    def _take(self) -> _Line | None:
+        """A connection that nobody uses and that is as it was left, if there is one."""
+        while True:
+            with self._lock:
+                line = self._idle.pop() if self._idle else None
+            if line is None or line.channel.quiet:
+                return line
+            line.channel.close()
+
     def _hang_up(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for line in idle:
-            line.disconnect()
+            line.channel.close()
 
-    def _exchange(self, line: Any, commands: Sequence[Command], deadline: Deadline) -> list[Any]:
-        line.pace.deadline = deadline
+    def _exchange(
+        self, line: _Line, commands: Sequence[Command], deadline: Deadline, into: Sequence[memoryview | None]
+    ) -> list[Any]:
+        line.channel.deadline = deadline
         try:
-            line.connect()  # unless it is
-            line.send_packed_command(_packed(commands), check_health=False)
-            answers = [_answer(line) for _ in commands]
+            answers = line.exchange(commands, self._nonces.next(), into)
         except BaseException:
-            line.disconnect()  # its answers would be taken for those of the next call
+            line.channel.close()  # its answers would be taken for those of the next call
             raise
         with self._lock:
-            if not self._closed:
+            if not self._closed and not line.answers.surplus:
                 self._idle.append(line)
                 return answers
-        line.disconnect()
+        line.channel.close()
         return answers
 
+    # --- connecting ---------------------------------------------------------------------------------------------------
 
-def _answer(line: Any) -> Any:
+    def _connect(self, deadline: Deadline) -> _Line:
+        address = self._address
+        endpoints = [(socket.AF_UNIX, address.path)] if address.path else self._resolver.find(deadline)
+        channel = Channel(_dialled(endpoints, deadline), deadline)
+        line = _Line(channel)
+        try:
+            if address.tls is not None:
+                channel.secure(address.tls, address.host)
+            if address.greeting:
+                self._greet(line, address.greeting)
+        except BaseException:
+            channel.close()
+            raise
+        return line
+
+    def _greet(self, line: _Line, greeting: Sequence[Command]) -> None:
+        for command, answer in zip(greeting, line.exchange(greeting, self._nonces.next()), strict=True):
+            if isinstance(answer, Refused):
+                raise Unauthorised(str(answer)) if command[0] == b"AUTH" else answer
+            if answer != b"OK":
+                raise LineDown("this is not Redis' protocol: a greeting without an answer")
+
+
+def _dialled(endpoints: Sequence[_Endpoint], deadline: Deadline) -> socket.socket:
+    """Connect to the first address that answers. Each gets its share of the time that is left. Raises RedisError."""
+    trouble: RedisError = LineDown("the host has no address")
+    for at, (family, address) in enumerate(endpoints):
+        share = Deadline.after(deadline.remaining_s / (len(endpoints) - at))
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _connect_to(sock, address, share)
+            if family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return sock
+        except (RedisError, OSError) as error:
+            sock.close()
+            trouble = error if isinstance(error, RedisError) else LineDown(str(error))
+        except BaseException:
+            sock.close()
+            raise
+    raise trouble
+
+
+def _connect_to(sock: socket.socket, address: tuple[Any, ...] | str, deadline: Deadline) -> None:
+    sock.settimeout(0.0)
+    begun = sock.connect_ex(address)
+    if begun == errno.EINPROGRESS:
+        wake = select.poll()
+        wake.register(sock, select.POLLOUT)
+        if not wake.poll(math.ceil(1000 * deadline.remaining_s)):
+            raise LineLate("nobody took the connection in time")
+        begun = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if begun:
+        raise LineDown(os.strerror(begun))
+
+
+class _Resolver:
+    """A host's addresses, found by the system, which blocks as it likes: at most one thread waits for it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._changed = threading.Condition()
+        self._asking = False
+        self._num_asked = 0
+        self._found: list[_Endpoint] | RedisError = []
+
+    def find(self, deadline: Deadline) -> list[_Endpoint]:
+        """The addresses, as they are now. Blocks until the deadline at most. Raises RedisError."""
+        try:
+            return self._ask(socket.AI_NUMERICHOST)
+        except OSError:
+            pass  # it is a name
+        with self._changed:
+            before = self._num_asked
+            if not self._asking:
+                self._asking = True
+                threading.Thread(target=self._serve, name="headwater redis address", daemon=True).start()
+            if not self._changed.wait_for(lambda: self._num_asked > before, deadline.remaining_s):
+                raise LineLate(f"no address of {self._host} in time")
+            if isinstance(self._found, RedisError):
+                raise self._found
+            return self._found
+
+    def _serve(self) -> None:
+        found: list[_Endpoint] | RedisError
+        try:
+            found = self._ask(0)
+        except (OSError, UnicodeError) as error:
+            found = LineDown(f"{self._host} has no address: {error}")
+        with self._changed:
+            self._found, self._asking = found, False
+            self._num_asked += 1
+            self._changed.notify_all()
+
+    def _ask(self, flags: int) -> list[_Endpoint]:
+        found = socket.getaddrinfo(self._host, self._port, 0, socket.SOCK_STREAM, 0, flags)
+        return [(family, address) for family, _, _, _, address in found]
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a server is, and what it hears first."""
+
+    host: str
+    port: int
+    path: str  # of a socket; "": none
+    tls: ssl.SSLContext | None
+    greeting: tuple[Command, ...]
+
+
+def _parsed(url: str, where: str) -> _Address:
     try:
-        return line.read_response(disable_decoding=True)
-    except ResponseError as error:
-        return error
+        parts = urlsplit(url)
+        port = parts.port
+        options = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        user, password, host = (unquote(word or "") for word in (parts.username, parts.password, parts.hostname))
+        database = options.pop("db", "") if parts.scheme == "unix" else unquote(parts.path[1:]) or options.pop("db", "")
+        number = int(database or "0")
     except ValueError as error:
-        raise RedisConnectionError(f"this is not Redis' protocol: {error}") from error
+        raise _no_address(where) from error
+    user, password = options.pop("username", user), options.pop("password", password)
+    path = unquote(parts.path) if parts.scheme == "unix" else ""
+    if parts.scheme not in ("redis", "rediss", "unix") or number < 0 or (parts.scheme == "unix" and not path):
+        raise _no_address(where)
+    tls = _context(options, where) if parts.scheme == "rediss" else None
+    if options:
+        raise StoreUnavailable(f"{where}: options that are not known in the URL: {', '.join(options)}")
+    words = [word.encode() for word in (user, password) if word]
+    greeting: list[Command] = [(b"AUTH", *words)] if password else []
+    greeting += [(b"SELECT", number)] if number else []
+    return _Address(host or "localhost", port or _PORT, path, tls, tuple(greeting))
 
 
-def _packed(commands: Iterable[Command]) -> list[bytes | memoryview]:
-    """What goes over the line, frames uncopied."""
-    pieces: list[bytes | memoryview] = []
-    small = bytearray()
-    for command in commands:
-        small += b"*%d\r\n" % len(command)
-        for word in command:
-            data = b"%d" % word if isinstance(word, int) else word
-            small += b"$%d\r\n" % len(data)
-            if len(data) <= _SMALL_BYTES:
-                small += data
-            else:
-                pieces += [bytes(small), data]
-                small.clear()
-            small += b"\r\n"
-    return [*pieces, bytes(small)]
-
-
-def _parsed(url: str, where: str) -> tuple[type[_Tcp] | type[_Tls] | type[_Unix], dict[str, Any]]:
-    """The kind of connection that a URL asks for, and its options."""
+def _context(options: dict[str, str], where: str) -> ssl.SSLContext:
+    """Of what a URL says about TLS; takes that out of the options."""
+    said = {name: options.pop(name) for name in list(options) if name in _TLS}
     try:
-        options: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        message = f"{where} is no address of a Redis server: redis://HOST:PORT/DB, rediss:// or unix:///PATH"
-        raise StoreUnavailable(message) from error
-    asked = options.pop("connection_class", Connection)
-    kind = _Tls if asked is SSLConnection else _Unix if asked is UnixDomainSocketConnection else _Tcp
-    strange = [name for name in options if name not in _IN_A_URL and not (kind is _Tls and name.startswith("ssl_"))]
-    if strange:
-        raise StoreUnavailable(f"{where}: options that are not known in the URL: {', '.join(strange)}")
-    options |= {"retry": Retry(NoBackoff(), 0), "protocol": 2, "socket_read_size": _READ_BYTES}
-    return kind, options
+        context = ssl.create_default_context(cafile=said.get("ssl_ca_certs"))
+        if said.get("ssl_check_hostname", "true").lower() in ("false", "no", "0"):
+            context.check_hostname = False
+        asked = _CERTIFICATES[said.get("ssl_cert_reqs", "required")]
+        if asked is not ssl.CERT_REQUIRED:
+            context.check_hostname = False
+        context.verify_mode = asked
+        if "ssl_certfile" in said:
+            context.load_cert_chain(said["ssl_certfile"], said.get("ssl_keyfile"))
+    except (KeyError, OSError, ValueError) as error:
+        raise StoreUnavailable(f"{where}: TLS as the URL wants it cannot be had: {error}") from error
+    return context
+
+
+def _no_address(where: str) -> StoreUnavailable:
+    return StoreUnavailable(f"{where} is no address of a Redis server: redis://HOST:PORT/DB, rediss:// or unix:///PATH")
 
 
 def _without_secrets(url: str) -> str:

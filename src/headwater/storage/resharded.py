@@ -25,7 +25,7 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import OpaqueStore
 
 SIZES: Final = (1, 2, 4, 8)  # of the groups that are looked for, where nobody says
 _SCRATCH_BYTES: Final = 64 << 20  # of pages that one call has in hand
@@ -41,8 +41,11 @@ class _Lot:
     places: tuple[int, ...]
 
 
-class ReshardedStore(WrapperStore):
-    """One page of one rank, out of what groups of other sizes wrote. Does not own the store inside."""
+class ReshardedStore(OpaqueStore):
+    """One page of one rank, out of what groups of other sizes wrote: nowhere does it lie as it is read.
+
+    Does not own the store inside.
+    """
 
     def __init__(
         self,

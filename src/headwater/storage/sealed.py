@@ -32,8 +32,8 @@ def put_sealed(
     `digests`, [pages, planes]: made by who copied the payloads, of whole blocks; the bytes are not read again then.
     Raises what `seal` raises, with nothing stored and nothing held.
     """
-    if digests is None and isinstance(store, Addressable):
-        return _put_in_place(store, pages, layout, now_ms=now_ms, deadline=deadline)
+    if digests is None and (in_place := store.addressable()) is not None:
+        return _put_in_place(in_place, pages, layout, now_ms=now_ms, deadline=deadline)
     if digests is None and _pays_beside(store, pages, layout):
         return _put_beside(store, pages, layout, now_ms=now_ms, deadline=deadline)
     seal_pages(pages, layout, now_ms=now_ms, digests=digests)

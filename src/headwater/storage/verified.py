@@ -100,8 +100,9 @@ class VerifiedStore(Store):
         for _, buffer in pages:
             if len(buffer) != self.frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
-        if isinstance(self._store, Addressable):
-            results = self._get_in_place(self._store, pages, deadline)
+        in_place = self._store.addressable()
+        if in_place is not None:
+            results = self._get_in_place(in_place, pages, deadline)
         elif self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
             results = self._get_beside(pages, deadline)
         else:
@@ -164,9 +165,10 @@ class VerifiedStore(Store):
         return results
 
     def _addressable(self) -> Addressable:
-        if not isinstance(self._store, Addressable):
+        in_place = self._store.addressable()
+        if in_place is None:
             raise InvalidInput(f"the pages of a {type(self._store).__name__} have no address")
-        return self._store
+        return in_place
 
     def _look_at(self, borrow: Borrow) -> Loan | GetStatus:
         """Check a page's header, in a private copy."""

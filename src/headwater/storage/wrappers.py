@@ -1,24 +1,77 @@
-"""Stores that wrap stores: injected faults, delay, metering. Each adds one behaviour and passes the rest on.
+"""Stores that wrap stores: delay, injected faults. Each adds one behaviour and passes the rest on.
 
 Wrappers own nothing: closing one closes the store inside, as a caller expects of the thing it holds.
 """
 
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from headwater.core.page import PageName
-from headwater.metrics import Metrics
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.layout.frame import PageMeta
+from headwater.storage.base import (
+    Addressable,
+    Borrow,
+    Deadline,
+    DeleteStatus,
+    GetStatus,
+    Glancing,
+    PutStatus,
+    Registering,
+    Reservation,
+    Store,
+)
+
+_CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
+_WAYS: Final = frozenset({"addressable", "glancing"})
 
 
 class WrapperStore(Store):
-    """Passes everything on."""
+    """Passes everything on, and with it all that the store inside can do besides.
+
+    A subclass that changes a call must say what becomes of the ways past it, in place and at a glance: it overrides
+    `addressable` and `glancing`, or is an OpaqueStore. One that does not is refused where it is defined.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse a class whose changes could be passed by."""
+        super().__init_subclass__(**more)
+        said = {name for one in cls.__mro__[: cls.__mro__.index(WrapperStore)] for name in vars(one)}
+        if _CALLS & said and not said >= _WAYS:
+            changed = ", ".join(sorted(_CALLS & said))
+            raise TypeError(f"{cls.__name__} changes {changed}: what becomes of {' and '.join(sorted(_WAYS))}?")
+
+    @property
+    def cheap_calls(self) -> bool:
+        """As of the store inside."""
+        return self.store.cheap_calls
+
+    @property
+    def portion_bytes(self) -> int:
+        """As of the store inside."""
+        return self.store.portion_bytes
+
+    @property
+    def interruptible(self) -> bool:
+        """As of the store inside."""
+        return self.store.interruptible
+
+    def addressable(self) -> Addressable | None:
+        """As the store inside, unless it is so itself."""
+        return super().addressable() or self.store.addressable()
+
+    def glancing(self) -> Glancing | None:
+        """As the store inside, unless it is so itself."""
+        return super().glancing() or self.store.glancing()
+
+    def registering(self) -> Registering | None:
+        """As the store inside, unless it is so itself."""
+        return super().registering() or self.store.registering()
 
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
         """Pass on."""
@@ -41,8 +94,20 @@ class WrapperStore(Store):
         self.store.close()
 
 
+class OpaqueStore(WrapperStore):
+    """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every look by `contains`."""
+
+    def addressable(self) -> Addressable | None:
+        """None, unless it is so itself: what is copied in place in the store inside does not come by here."""
+        return Store.addressable(self)
+
+    def glancing(self) -> Glancing | None:
+        """None, unless it is so itself: who looks asks here."""
+        return Store.glancing(self)
+
+
 class DelayStore(WrapperStore):
-    """Answers late: sleeps before each call, but never past the call's deadline."""
+    """Answers late: sleeps before each call, in place too, but never past the call's deadline."""
 
     def __init__(self, store: Store, delay_s: float, *, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(store)
@@ -65,9 +130,54 @@ class DelayStore(WrapperStore):
         """Sleep, then delete; LATE if the deadline came first."""
         return [DeleteStatus.LATE] * len(names) if self._late(deadline) else super().delete(names, deadline=deadline)
 
+    def addressable(self) -> Addressable | None:
+        """The store inside, in place, and as late."""
+        inner = self.store.addressable()
+        return None if inner is None else _DelayedAddresses(inner, self._late)
+
+    def glancing(self) -> Glancing | None:
+        """None: nothing is known at once."""
+        return None
+
     def _late(self, deadline: Deadline) -> bool:
         self._sleep(min(self.delay_s, deadline.remaining_s))
         return deadline.expired
+
+
+class _DelayedAddresses(Addressable):
+    """Pages in place behind a delay; what is only looked at is as it is."""
+
+    def __init__(self, inner: Addressable, late: Callable[[Deadline], bool]) -> None:
+        self._inner = inner
+        self._late = late
+
+    def memory(self) -> memoryview | None:
+        """Pass on."""
+        return self._inner.memory()
+
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+        """Sleep, then reserve; LATE if the deadline came first."""
+        if self._late(deadline):
+            return [PutStatus.LATE] * len(pages)
+        return self._inner.reserve(pages, deadline=deadline)
+
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+        """Sleep, then publish: the store inside says what is too late, and takes the slots back."""
+        self._late(deadline)
+        return self._inner.publish(reservations, deadline=deadline)
+
+    def abandon(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> None:
+        """Sleep, then give the slots back."""
+        self._late(deadline)
+        self._inner.abandon(reservations, deadline=deadline)
+
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+        """Sleep, then borrow; LATE if the deadline came first."""
+        return [GetStatus.LATE] * len(names) if self._late(deadline) else self._inner.borrow(names, deadline=deadline)
+
+    def still_valid(self, borrow: Borrow) -> bool:
+        """Pass on."""
+        return self._inner.still_valid(borrow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +193,13 @@ class Faults:
     contains_lies: float = 0.0
 
 
-class FaultyStore(WrapperStore):
-    """Goes wrong on purpose, by a seed. Put it *under* a VerifiedStore: everything it does must come out as a miss."""
+class FaultyStore(OpaqueStore):
+    """Goes wrong on purpose, by a seed. Put it *under* a VerifiedStore: everything it does must come out as a miss.
+
+    What it spoils are private copies: there is no way in place, or its faults would be passed by.
+    """
+
+    cheap_calls: ClassVar[bool] = False  # pages of one call are taken for each other
 
     def __init__(self, store: Store, faults: Faults, *, seed: int = 0) -> None:
         super().__init__(store)
@@ -130,51 +245,3 @@ class FaultyStore(WrapperStore):
         chosen = self._random.random() < probability
         self.num_injected += chosen
         return chosen
-
-
-class MeteredStore(WrapperStore):
-    """Counts calls, bytes and seconds, and pages per outcome, under `name`."""
-
-    def __init__(self, store: Store, name: str, metrics: Metrics) -> None:
-        super().__init__(store)
-        self.name = name
-        self.metrics = metrics
-
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
-        """Put, and count."""
-        start_s = time.perf_counter()
-        results = super().put(pages, deadline=deadline)
-        done = sum(len(frame) for (_, frame), status in zip(pages, results, strict=True) if status is PutStatus.STORED)
-        self._count("put", [status.value for status in results], done, start_s)
-        return results
-
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
-        """Get, and count."""
-        start_s = time.perf_counter()
-        results = super().get_into(pages, deadline=deadline)
-        done = sum(len(frame) for (_, frame), status in zip(pages, results, strict=True) if status is GetStatus.HIT)
-        self._count("get", [status.value for status in results], done, start_s)
-        return results
-
-    def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
-        """Look, and count."""
-        start_s = time.perf_counter()
-        results = super().contains(names, deadline=deadline)
-        self._count("contains", ["held" if held else "absent" for held in results], 0, start_s)
-        return results
-
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
-        """Delete, and count."""
-        start_s = time.perf_counter()
-        results = super().delete(names, deadline=deadline)
-        self._count("delete", [status.value for status in results], 0, start_s)
-        return results
-
-    def _count(self, call: str, outcomes: Sequence[str], num_bytes: int, start_s: float) -> None:
-        took_s = time.perf_counter() - start_s
-        self.metrics.count("store_calls_total", store=self.name, call=call)
-        self.metrics.count("store_bytes_total", num_bytes, store=self.name, call=call)
-        self.metrics.count("store_seconds_total", took_s, store=self.name, call=call)
-        self.metrics.observe("store_call_seconds", took_s, store=self.name, call=call)
-        for outcome, num_pages in Counter(outcomes).items():
-            self.metrics.count("store_pages_total", num_pages, store=self.name, call=call, outcome=outcome)

@@ -326,7 +326,6 @@ class World:
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now_s += seconds
-        self.tell(ev.Ticked(now_s=self.now_s))
 
     def evict(self, store: str, key: BlockKey) -> None:
         """A store drops a block and all that builds on it, and tells nobody."""

@@ -19,7 +19,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.virtual import LAYOUT, SimulatedEngine, VirtualHands
+from headwater.testing.virtual import LAYOUT, EventList, SimulatedEngine, VirtualHands
 
 NUM_CACHES = 2
 WHICH = st.integers(0, NUM_CACHES - 1)
@@ -41,7 +41,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.engines: list[SimulatedEngine] = []
         self.hands: list[VirtualHands] = []
-        self.records: list[list[Event]] = [[] for _ in range(NUM_CACHES)]
+        self.records = [EventList() for _ in range(NUM_CACHES)]
         self.stores: dict[str, FaultyStore] = {}
 
     @initialize(

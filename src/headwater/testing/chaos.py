@@ -283,9 +283,9 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, bool]:
     return options, given.json
 
 
-def main() -> None:
-    """Command line."""
-    options, as_json = read_options(sys.argv[1:])
+def main(arguments: Sequence[str]) -> int:
+    """Command line: what is printed, and the exit code."""
+    options, as_json = read_options(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing stays behind
     from headwater.draw import progress  # of the command line's own
 
@@ -294,7 +294,7 @@ def main() -> None:
     with progress() as tell:
         result = campaign(options, tell=tell)
     document = result | {
-        "command": shlex.join(["headwater", "chaos", *sys.argv[1:]]),
+        "command": shlex.join(["headwater", "chaos", *arguments]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - began_s, 1),
         "machine": machine(),
@@ -303,8 +303,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
         _draw(result)
-    sys.exit(0 if result["ok"] else 1)
+    return 0 if result["ok"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

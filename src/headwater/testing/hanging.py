@@ -12,7 +12,7 @@ from typing import ClassVar, Final, TypeVar
 
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import OpaqueStore
 
 S = TypeVar("S")
 CALLS: Final = ("put", "get_into", "contains", "delete")
@@ -20,7 +20,7 @@ PATIENCE_S: Final = 30.0  # a test that waits so long has failed
 _PAINT: Final = 0xA5
 
 
-class HangingStore(WrapperStore):
+class HangingStore(OpaqueStore):
     """Passes calls on; while told to `hang`, holds them at the door until `release`."""
 
     interruptible: ClassVar[bool] = False

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from headwater.core.events import Came, Lost, Went
 from headwater.core.keys import BlockKey
-from headwater.residency.base import Applied, Found, Residency
+from headwater.residency.base import Found, Residency
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Update, decode, encode
+from headwater.residency.events import TIERS, Applied, Update, decode, encode
 from headwater.residency.herald import Herald
 from headwater.residency.memory import MemoryResidency
 from headwater.storage.base import Deadline

@@ -128,7 +128,7 @@ class Simulation:
         elif chance < 0.1:
             engine.cache.give_up(request)
         elif not one.slots:
-            waits = chance < 0.9 and not engine.cache.brain.view(request).settled
+            waits = chance < 0.9 and not engine.settled(request)
             if waits or chance < 0.2:
                 engine.ask(request)
             elif not engine.reserve(request, rng.randint(0, 3), load=rng.random() < 0.95) and rng.random() < 0.3:

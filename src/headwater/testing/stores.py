@@ -4,7 +4,7 @@
         @pytest.fixture
         def store(self): ...      # empty, with room for at least 64 sample pages and for fewer than 1,000
 
-A store with addresses is recognised by `Addressable` and gets the rules about reservations and borrows as well.
+A store with addresses (`Store.addressable`) gets the rules about reservations and borrows as well.
 """
 
 import threading
@@ -282,70 +282,75 @@ class StoreTests:
     # --- stores with addresses ----------------------------------------------------------------------------------------
 
     def test_a_reservation_is_invisible_until_published(self, store: Store) -> None:
-        if not isinstance(store, Addressable):
+        in_place = store.addressable()
+        if in_place is None:
             return
         page = sample_page(17)
-        reservation = _reserve(store, page)
+        reservation = _reserve(in_place, page)
         assert store.contains([page.name], deadline=soon()) == [False]
         reservation.view[:] = page.frame
         assert store.contains([page.name], deadline=soon()) == [False]
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.STORED]
+        assert in_place.publish([reservation], deadline=soon()) == [PutStatus.STORED]
         assert read(store, [page]) == [GetStatus.HIT]
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.REFUSED]  # it was consumed
+        assert in_place.publish([reservation], deadline=soon()) == [PutStatus.REFUSED]  # it was consumed
         assert read(store, [page]) == [GetStatus.HIT]
 
     def test_what_is_abandoned_or_not_written_is_never_seen(self, store: Store) -> None:
-        if not isinstance(store, Addressable):
+        in_place = store.addressable()
+        if in_place is None:
             return
         page, empty, other = sample_page(18), sample_page(19), sample_page(20)
-        reservation = _reserve(store, page)
+        reservation = _reserve(in_place, page)
         reservation.view[:] = page.frame
-        store.abandon([reservation], deadline=soon())
-        store.abandon([reservation], deadline=soon())
-        unwritten, misnamed = _reserve(store, empty), _reserve(store, other)
+        in_place.abandon([reservation], deadline=soon())
+        in_place.abandon([reservation], deadline=soon())
+        unwritten, misnamed = _reserve(in_place, empty), _reserve(in_place, other)
         misnamed.view[:] = page.frame
-        assert store.publish([unwritten, misnamed], deadline=soon()) == [PutStatus.REFUSED] * 2
+        assert in_place.publish([unwritten, misnamed], deadline=soon()) == [PutStatus.REFUSED] * 2
         assert store.contains([page.name, empty.name, other.name], deadline=soon()) == [False] * 3
         assert put(store, [page, empty, other]) == [PutStatus.STORED] * 3
 
     def test_two_writers_of_one_page_end_with_one(self, store: Store) -> None:
-        if not isinstance(store, Addressable):
+        in_place = store.addressable()
+        if in_place is None:
             return
         page = sample_page(21)
-        first, second = _reserve(store, page), _reserve(store, page)
+        first, second = _reserve(in_place, page), _reserve(in_place, page)
         first.view[:] = page.frame
         second.view[:] = page.frame
-        assert store.publish([second], deadline=soon()) == [PutStatus.STORED]
-        assert store.publish([first], deadline=soon()) == [PutStatus.EXISTS]
+        assert in_place.publish([second], deadline=soon()) == [PutStatus.STORED]
+        assert in_place.publish([first], deadline=soon()) == [PutStatus.EXISTS]
         assert read(store, [page]) == [GetStatus.HIT]
 
     def test_a_borrowed_page_is_told_when_it_was_replaced(self, store: Store) -> None:
-        if not isinstance(store, Addressable):
+        in_place = store.addressable()
+        if in_place is None:
             return
         page = sample_page(22)
         put(store, [page])
-        borrow = store.borrow([page.name], deadline=soon())[0]
+        borrow = in_place.borrow([page.name], deadline=soon())[0]
         assert isinstance(borrow, Borrow)
         copy = memoryview(bytearray(borrow.view))
-        assert store.still_valid(borrow)
+        assert in_place.still_valid(borrow)
         assert not isinstance(verify(copy, page.name, now_ms=0), Fault)
         store.delete([page.name], deadline=soon())
-        assert not store.still_valid(borrow)
+        assert not in_place.still_valid(borrow)
 
     def test_reserved_slots_are_not_given_to_others(self, store: Store) -> None:
-        if not isinstance(store, Addressable):
+        in_place = store.addressable()
+        if in_place is None:
             return
         pages = [sample_page(600 + i) for i in range(16)]
-        reservations = [_reserve(store, page) for page in pages]
+        reservations = [_reserve(in_place, page) for page in pages]
         for reservation, page in zip(reservations, pages, strict=True):
             reservation.view[:] = page.frame
         for i in range(100):
             put(store, sample_chain(700 + i, 10))
         assert all(bytes(r.view) == page.frame for r, page in zip(reservations, pages, strict=True))
-        assert store.publish(reservations, deadline=soon()) == [PutStatus.STORED] * 16
+        assert in_place.publish(reservations, deadline=soon()) == [PutStatus.STORED] * 16
 
 
-def _reserve(store: Addressable, page: SamplePage) -> Reservation:
-    reservation = store.reserve([(page.meta, len(page.frame))], deadline=soon())[0]
+def _reserve(in_place: Addressable, page: SamplePage) -> Reservation:
+    reservation = in_place.reserve([(page.meta, len(page.frame))], deadline=soon())[0]
     assert isinstance(reservation, Reservation)
     return reservation

@@ -51,6 +51,26 @@ def content(key: BlockKey) -> bytes:
     return (key + hashlib.sha256(key).digest())[: LAYOUT.page_bytes]
 
 
+class EventList(list[Event]):
+    """A recorder that keeps the events that a brain took in."""
+
+    def began(self, brain: Brain) -> None:
+        """Nothing to keep."""
+
+    def heard(self, event: Event, said: Sequence[Instruction]) -> None:
+        """Keep it."""
+        self.append(event)
+
+    def refused(self, event: Event) -> None:
+        """It changed nothing."""
+
+    def failed(self, event: Event, why: str) -> None:
+        """A brain in a test does not fail unless it is told to."""
+
+    def ended(self, digest: str) -> None:
+        """Nothing to keep."""
+
+
 class VirtualHands:
     """Holds jobs until `run` or `expire` is called. Events are delivered before those return."""
 
@@ -234,7 +254,7 @@ class SimulatedEngine:
         *,
         clock: Clock,
         policy: str = "lru",
-        record: list[Event] | None = None,
+        record: "EventList | None" = None,
     ) -> None:
         self.name = name
         self.tally = Tally()
@@ -248,9 +268,7 @@ class SimulatedEngine:
             tiers=tuple(tiers),
             policy=policy,
         )
-        self.cache = TieredCache(
-            Brain(config), hands, clock=clock, record=record.append if record is not None else None
-        )
+        self.cache = TieredCache(Brain(config), hands, clock=clock, recorder=record)
         self._number = 0
 
     def arrive(self, path: Sequence[int]) -> str:
@@ -268,6 +286,11 @@ class SimulatedEngine:
         blocks = list(match)
         assert len(blocks) == match.num_blocks == one.num_prompt
         assert match.num_on_device <= match.num_hit
+
+    def settled(self, request: str) -> bool:
+        """Whether asking again would not tell more. One that a failed brain left over has nothing to wait for."""
+        with self.cache.still() as brain:
+            return request not in brain.requests or brain.view(request).settled
 
     def reserve(self, request: str, num_more: int = 1, *, load: bool = True, promised: str = "") -> bool:
         """It wants slots for its prompt and some more blocks. False: there is no room."""

@@ -3,6 +3,9 @@
 A lane takes transfers in the order they came and puts their pieces on the wire as places are free. Whoever waits for a
 transfer drives the lane meanwhile; a thread drives what nobody waits for. Not here: how a transfer is cut, and what it
 is good for (`copy_engine.py`); how bytes move (`wire.py`).
+
+What interrupts who drives (Ctrl-C, SystemExit) is theirs and passes. Its books are kept: a piece on the wire stays
+there until it is seen to have ended, one that was not launched ends its transfer.
 """
 
 import logging
@@ -17,7 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from headwater.core.errors import ResourceClosed
+from headwater.core.errors import CopyDamaged, ResourceClosed
 from headwater.transfer.wire import Digests, Piece, Wire
 
 log = logging.getLogger("headwater")
@@ -44,7 +47,7 @@ class Transfer:
         on_over: Callable[[], None] | None,
     ) -> None:
         self.digests: Digests | None = None  # of what was gathered, [blocks, planes]
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         self.cancelled = False
         self._slots = slots
         self._frames = frames  # held: memory that a device copies from or to must not go away
@@ -114,7 +117,7 @@ class Transfer:
         with self._changed:
             self.cancelled = True
 
-    def _collect(self, piece: Piece, at: tuple[int, int], digests: Digests | None, error: BaseException | None) -> None:
+    def _collect(self, piece: Piece, at: tuple[int, int], digests: Digests | None, error: Exception | None) -> None:
         """A piece is finished."""
         start, end = at
         ready = 0
@@ -137,9 +140,11 @@ class Transfer:
                 for planes in sorted(done, key=lambda planes: planes.start):
                     if planes.start == self.num_planes_ready:
                         ready = self.num_planes_ready = planes.stop
-        if ready and self._on_planes is not None:
-            tell(partial(self._on_planes, ready))
-        self._end_if_done()
+        try:
+            if ready and self._on_planes is not None:
+                tell(partial(self._on_planes, ready))
+        finally:
+            self._end_if_done()
 
     def _end_if_done(self) -> None:
         with self._changed:
@@ -150,11 +155,13 @@ class Transfer:
             self._changed.notify_all()
         if not ends:
             return
-        if self._on_over is not None:
-            tell(self._on_over)
-        with self._changed:
-            self.over = True  # who sees this knows that it was told
-            self._changed.notify_all()
+        try:
+            if self._on_over is not None:
+                tell(self._on_over)
+        finally:
+            with self._changed:
+                self.over = True  # who sees this knows that it was told
+                self._changed.notify_all()
 
     def _next(self) -> tuple[Piece, tuple[int, int]] | None:
         """The next piece to launch; None: there is none, or none is wanted any more."""
@@ -174,7 +181,7 @@ class _UnderWay:
     transfer: Transfer
     piece: Piece
     at: tuple[int, int]
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 class Lane:
@@ -218,16 +225,22 @@ class Lane:
                 raise ResourceClosed("the copy engine is closed")
             self._queue.append(transfer)
             self._is_fresh = alone and not transfer.ends_by_itself
-        if not transfer.ends_by_itself and self._launching.acquire(blocking=False):
-            places = self.wire.num_places
-            try:
-                for _ in range(places if len(transfer._pieces) <= places else 1):
-                    if not self._launch_first():
-                        break
-            finally:
-                self._launching.release()
-        with self._lock:
-            self._wake_thread()
+        try:
+            if not transfer.ends_by_itself and self._launching.acquire(blocking=False):
+                places = self.wire.num_places
+                try:
+                    for _ in range(places if len(transfer._pieces) <= places else 1):
+                        if not self._launch_first():
+                            break
+                finally:
+                    self._launching.release()
+        except BaseException:  # then nobody will wait for it
+            transfer.cancel()
+            transfer._left_alone = True
+            raise
+        finally:
+            with self._lock:
+                self._wake_thread()
 
     def drive(self, until: Callable[[], bool], timeout_s: float | None, *, hurry: bool) -> None:
         """Push copies on until something is so, the time is over, or there is nothing to push. Blocks."""
@@ -283,7 +296,10 @@ class Lane:
                     self._is_fresh = False
                     self._work.wait(_GRACE_S)
                     continue
-            self._advance(_never, hurry=False)
+            try:
+                self._advance(_never, hurry=False)
+            except BaseException:  # somebody's listener: a thread that dies would leave all copies where they are
+                log.exception("a copy was interrupted")
 
     # --- driving ------------------------------------------------------------------------------------------------------
 
@@ -307,13 +323,16 @@ class Lane:
             return True
         with self._lock:
             one = _UnderWay(self._free.pop(), transfer, *found)
+        one.error = CopyDamaged("who launched it was interrupted")
         try:
             self.wire.launch(one.place, one.piece)
-        except BaseException as error:
+            one.error = None
+        except Exception as error:
             log.exception("a copy could not be begun")
             one.error = error
-        with self._lock:
-            self._under_way.append(one)
+        finally:
+            with self._lock:
+                self._under_way.append(one)
         return True
 
     def _finish_oldest(self, until: Callable[[], bool], *, hurry: bool) -> bool:
@@ -330,7 +349,7 @@ class Lane:
             digests = None
             try:
                 digests = self.wire.finish(one.place, hurry=hurry)
-            except BaseException as error:
+            except Exception as error:
                 log.exception("a copy failed on the device")
                 one.error = one.error or error
             with self._lock:
@@ -343,10 +362,10 @@ class Lane:
 
 
 def tell(listener: Callable[[], None]) -> None:
-    """Call somebody's code, which must not keep a transfer from ending."""
+    """Call somebody's code, which must not keep a transfer from ending. What ends a program passes."""
     try:
         listener()
-    except BaseException:
+    except Exception:
         log.exception("who wanted to hear of a copy raised")
 
 

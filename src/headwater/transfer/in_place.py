@@ -27,7 +27,7 @@ from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.ledger import JobState, Ledger
 from headwater.transfer.staging import InPlace, Staging
 from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import StoreTrouble, call, require
+from headwater.transfer.trouble import StoreTrouble, call, is_trouble, require
 
 if TYPE_CHECKING:
     from headwater.transfer.copy_lane import Transfer
@@ -85,8 +85,8 @@ class InPlaceJobs:
 
     def reaches(self, name: str) -> bool:
         """Whether a store's pages can be copied in place. Registers its memory the first time."""
-        store = self._tiers[name].store
-        if self._staging is None or not isinstance(store, Addressable):
+        store = self._tiers[name].store.addressable()
+        if self._staging is None or store is None:
             return False
         memory = call(name, store.memory)
         return memory is not None and self._staging.reaches(memory)
@@ -201,7 +201,9 @@ class InPlaceJobs:
                 slice_.transfer.wait()
             try:
                 store.abandon(reserved, deadline=job.deadline)  # those that were published are not out any more
-            except BaseException:  # foreign code: the results stand, and the slots stay the store's trouble
+            except BaseException as error:  # foreign code: the results stand, and the slots stay the store's trouble
+                if not is_trouble(error):
+                    raise
                 log.exception("%s did not take %d slots back", order.store, len(reserved))
         if any(not PutStatus(status).held and status is not PutStatus.LATE for status in results):
             return fill_behind(results, (PutStatus.STORED, PutStatus.EXISTS), PutStatus.NO_PARENT)
@@ -285,8 +287,8 @@ class InPlaceJobs:
             raise transfer.error
 
     def _addressable(self, name: str) -> Addressable:
-        store = self._tiers[name].store
-        if not isinstance(store, Addressable):
+        store = self._tiers[name].store.addressable()
+        if store is None:
             raise StoreTrouble(f"the pages of {name} have no address")
         return store
 

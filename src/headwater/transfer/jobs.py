@@ -21,7 +21,7 @@ from headwater.core.events import Failure, Job, Load, Look, Promote, Save
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, GetStatus, Glancing, PutStatus
+from headwater.storage.base import Clock, GetStatus, PutStatus
 from headwater.storage.sealed import put_sealed
 from headwater.transfer.courtesy import Courtesy
 from headwater.transfer.in_place import InPlaceJobs
@@ -104,9 +104,9 @@ class Hands:
         raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
 
     def glance(self, order: Look) -> tuple[str, ...] | None:
-        """A Look's answer from memory; None: there is none. Does not block. Raises nothing: then it is asked again."""
-        store = self._tiers[order.store].store
-        if not isinstance(store, Glancing):
+        """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
+        store = self._tiers[order.store].store.glancing()
+        if store is None:
             return None
         names = [self._naming.name(key) for key in order.keys]
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import CopyDamaged, InvalidInput
 from headwater.layout.digest import plane_digest
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
@@ -54,7 +54,7 @@ class TorchWire:
         self._changed = threading.Condition()
         self._waiting: dict[int, bool] = {}  # places whose piece nobody has begun, oldest first: may the helper take it
         self._begun: set[int] = set()
-        self._over: dict[int, Digests | BaseException | None] = {}
+        self._over: dict[int, Digests | Exception | None] = {}
         self._helper: threading.Thread | None = None  # from the first time there is something to share
         self._closed = False
 
@@ -81,7 +81,7 @@ class TorchWire:
                     break
                 at = self._begin(place if place in self._waiting else self._next())
             self._do(at)
-        if isinstance(found, BaseException):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -121,15 +121,16 @@ class TorchWire:
     def _do(self, place: int) -> None:
         """Copy a piece that was begun, and keep what came of it for who finishes it."""
         piece = self._pieces[place]
-        found: Digests | BaseException | None
+        found: Digests | Exception | None = CopyDamaged("who copied was interrupted")
         try:
             found = self._copy(piece) if piece is not None else None
-        except BaseException as error:  # noqa: BLE001  raised by `finish`
+        except Exception as error:  # noqa: BLE001  raised by `finish`
             found = error
-        with self._changed:
-            self._begun.discard(place)
-            self._over[place] = found
-            self._changed.notify_all()
+        finally:  # an interrupt is the caller's own; who finishes the piece hears that it was not copied
+            with self._changed:
+                self._begun.discard(place)
+                self._over[place] = found
+                self._changed.notify_all()
 
     def _copy(self, piece: Piece) -> Digests | None:
         layout, first = self._layout, piece.planes.start

@@ -1,11 +1,28 @@
-"""How a job goes wrong, and how a store's answers are looked at before they are believed: stores are foreign code."""
+"""How a job goes wrong, and how a store's answers are looked at before they are believed: stores are foreign code.
 
+What ends a program (Ctrl-C, SystemExit) is nobody's trouble: on a caller's thread it passes. A thread of our own has no
+caller, and its other jobs would end with it: there it is the trouble of the job that raised it.
+"""
+
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headwater.core.events import Failure
 
 T = TypeVar("T")
+
+_thread = threading.local()
+
+
+def has_no_caller() -> None:
+    """Say that the calling thread is one of our own. To be called once, when it starts."""
+    _thread.is_ours = True
+
+
+def is_trouble(error: BaseException) -> bool:
+    """Whether what foreign code raised is to be dealt with where it was called; else it must be raised again."""
+    return isinstance(error, Exception) or getattr(_thread, "is_ours", False)
 
 
 class JobTrouble(Exception):
@@ -25,10 +42,12 @@ class StoreTrouble(JobTrouble):
 
 
 def call(store: str, work: Callable[[], T]) -> T:
-    """Call a store. Raises StoreTrouble for whatever it raises."""
+    """Call a store. Raises StoreTrouble for whatever trouble it makes."""
     try:
         return work()
     except BaseException as error:
+        if not is_trouble(error):
+            raise
         raise StoreTrouble(f"{store} raised {type(error).__name__}: {error}") from error
 
 

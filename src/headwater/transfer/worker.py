@@ -38,7 +38,7 @@ from headwater.transfer.ledger import JobState, Ledger, Phase
 from headwater.transfer.pages import PagePool
 from headwater.transfer.staging import Staging
 from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import JobTrouble
+from headwater.transfer.trouble import JobTrouble, has_no_caller
 
 log: Final = logging.getLogger("headwater")
 
@@ -290,6 +290,7 @@ class Worker:
         self._threads.append(thread)
 
     def _serve(self, lane: Lane) -> None:
+        has_no_caller()
         while (job := self._next(lane)) is not None:
             self._run(job)
             with self._ledger.lock:

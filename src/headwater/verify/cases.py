@@ -36,7 +36,7 @@ from headwater.engine.request import Output, Request, Sampling, Usage
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.scratch import disk_root, memory_root
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.staging import TorchStaging
@@ -131,7 +131,7 @@ class _Injecting(TorchStaging):
             self._rows[0][slot, 0] ^= 0x40
 
 
-class _Failing(WrapperStore):
+class _Failing(OpaqueStore):
     """Fails to give any page behind the first so many of a call, after that it gives none."""
 
     def __init__(self, store: Store, num_good: int) -> None:

@@ -25,7 +25,6 @@ from headwater.engine.models.base import Model
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import Part, byte_ranges, parts
-from headwater.storage.base import Registering
 from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.tier import Naming
 from headwater.verify.pd_nodes import NUM_BLOCKS, Node
@@ -97,8 +96,8 @@ def open_ranks(name: str, model: Model, pool: str) -> Iterator[Node]:
         for rank in range(TP_SIZE):
             for part in parts(layout, rank, TP_SIZE):
                 pages = stack.enter_context(create_host_cache(frame_bytes(part.layout.plane_bytes), _PAGES))
-                if isinstance(store, Registering):
-                    store.register(pages.memory)
+                if (registering := store.registering()) is not None:
+                    registering.register(pages.memory)
                 staging = RankStaging(planes, part, pages)
                 movers.append(Mover(store, staging, naming=_naming(model, part), num_lanes=_LANES))
                 stack.callback(movers[-1].close)

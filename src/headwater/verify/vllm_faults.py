@@ -15,7 +15,7 @@ from unittest.mock import patch
 from headwater.core.page import PageName
 from headwater.integrations.vllm import build
 from headwater.storage.base import Deadline, GetStatus, Store
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer import staging
 from headwater.transfer.arena import DeviceCache
 from headwater.transfer.copy_lane import Transfer
@@ -35,7 +35,7 @@ class Fault(enum.StrEnum):
     SPOIL = "spoil"  # bytes change on the device, behind all checks: nobody can notice but who compares
 
 
-class FaultyStore(WrapperStore):
+class FaultyStore(OpaqueStore):
     """Gives so many pages as they are, then does as its fault says."""
 
     interruptible: ClassVar[bool] = False  # a hanging one heeds no deadline

@@ -1,15 +1,17 @@
 """The connector's own `build.py`: the one place here that names concrete classes and introduces them to each other."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headwater.build import open_host_pages, open_publisher
+from headwater.build import open_host_pages, open_publisher, open_recorder
 from headwater.build import open_tiers as open_tiers  # tests put stores in its place
-from headwater.cache.lent import LentBrain, LentCache
+from headwater.cache.lent import LentBrain
+from headwater.cache.lent_cache import LentCache
 from headwater.config import CacheConfig, ResidencyConfig, default_node
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
@@ -28,7 +30,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Registering, Store
+from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.local import directory
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -115,8 +117,8 @@ def open_worker(
             raise InvalidConfig(f"{num_pages * page} bytes of host memory for staging cannot be had")
         staging = stack.enter_context(TorchStaging(device, stack.enter_context(pages)))
         for store in stores.values():
-            if isinstance(store, Registering):
-                store.register(pages.memory)
+            if (registering := store.registering()) is not None:
+                registering.register(pages.memory)
         hands = Worker(
             stores,
             staging,
@@ -185,7 +187,12 @@ def open_scheduler(
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
         courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks))
-        cache = LentCache(LentBrain(cache_config), courier, clock=SYSTEM_CLOCK, metrics=metrics)
+        path = config.record
+        if path is not None:  # replicas have one configuration
+            path = path.with_name(f"{path.name}.{os.getpid()}")
+        recorder = open_recorder(path, config.record_bytes, stack, metrics=metrics)
+        brain = LentBrain(cache_config)
+        cache = LentCache(brain, courier, clock=SYSTEM_CLOCK, metrics=metrics, recorder=recorder)
         courier.deliver = cache.deliver
         listener = None
         if config.residency is not None:

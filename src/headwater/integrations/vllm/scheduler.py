@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from headwater.cache.lent import LentCache
+from headwater.cache.lent_cache import LentCache
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm.courier import Courier

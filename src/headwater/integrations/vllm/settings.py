@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from headwater.config import (
     MIN_LIMIT_BYTES,
+    MIN_RECORD_BYTES,
+    RECORD_BYTES,
     ResidencyConfig,
     TierConfig,
     cache_directory,
@@ -77,15 +79,17 @@ class ConnectorConfig:
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
+    record: Path | None = None  # all that the brain hears is written to this file, with the process' number behind it
+    record_bytes: int = RECORD_BYTES  # how large it may get
 
     def __post_init__(self) -> None:
         """Take plain JSON, refuse what cannot work."""
-        for name in ("host_directory", "disk_directory"):
+        for name in ("host_directory", "disk_directory", "record"):
             value: object = getattr(self, name)
             if isinstance(value, str) and value:
                 object.__setattr__(self, name, Path(value).expanduser())
             elif not (isinstance(value, Path) or value is None):
-                raise InvalidConfig(f"{name} must be a path, or null for no such tier, not {value!r}")
+                raise InvalidConfig(f"{name} must be a path, or null for none, not {value!r}")
         if self.host_directory is not None and self.host_directory == self.disk_directory:
             raise InvalidConfig(f"host tier and disk tier need directories of their own, not {self.host_directory}")
         for name in ("host_bytes", "disk_bytes"):
@@ -94,6 +98,7 @@ class ConnectorConfig:
                 _require_whole(name, value, MIN_LIMIT_BYTES)
         for name in ("threads_per_store", "min_load_blocks"):
             _require_whole(name, getattr(self, name), 1)
+        _require_whole("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
         for name, kind in (("load", LoadMode), ("load_when", LoadWhen), ("on_failed_load", OnFailure)):
             if getattr(self, name) is None and name == "load_when":
                 continue

@@ -1,0 +1,66 @@
+"""The contracts of pyproject.toml have no holes: every room has a layer, and what is pure is held to being so."""
+
+import ast
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import grimp
+import pytest
+
+import headwater
+
+SOURCES = Path(headwater.__file__).parent
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+SETTINGS: dict[str, Any] = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]
+CONTRACTS: list[dict[str, Any]] = SETTINGS["contracts"]
+ROOMS = ("core", "layout", "policy", "index", "cache", "residency", "transfer", "disagg")  # where decisions are made
+
+
+def contract(word: str) -> dict[str, Any]:
+    (found,) = [one for one in CONTRACTS if word in one["name"]]
+    return found
+
+
+@pytest.mark.fault("D7")
+def test_every_room_has_a_layer() -> None:
+    layers = contract("go down")
+    assert layers["exhaustive"] is True
+    assert layers["containers"] == ["headwater"]
+    placed = {name.strip() for layer in layers["layers"] for name in layer.split("|")}
+    rooms = {path.stem for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert placed == rooms - {"__init__"}
+
+
+@pytest.mark.fault("D7")
+def test_whatever_is_pure_is_held_to_it() -> None:
+    """A module of a room that decides is in the contract of logical rooms, unless it is honestly physical."""
+    logical = contract("Logical")
+    graph = grimp.build_graph("headwater", include_external_packages=True)
+    for line in logical.get("ignore_imports", []):
+        importer, _, imported = line.partition(" -> ")
+        graph.remove_import(importer=importer, imported=imported)
+    forbidden = [name for name in logical["forbidden_modules"] if name in graph.modules]
+    assert {"time", "threading", "socket"} <= set(forbidden)
+    missing = [
+        module
+        for module in sorted(graph.modules)
+        if module.split(".")[:1] == ["headwater"]
+        and module.split(".")[1:2]
+        and module.split(".")[1] in ROOMS
+        and not any(module == one or module.startswith(f"{one}.") for one in logical["source_modules"])
+        and not graph.find_children(module)
+        and not any(graph.find_shortest_chain(importer=module, imported=name) for name in forbidden)
+    ]
+    assert not missing
+
+
+@pytest.mark.fault("D7")
+def test_no_contract_is_got_round_by_starting_a_program() -> None:
+    """Only the test kit names its own modules to an interpreter; who needs them imports them, and is seen to."""
+    for path in SOURCES.rglob("*.py"):
+        if path.is_relative_to(SOURCES / "testing"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        assert not [word for word in words if isinstance(word, str) and word.startswith("headwater.testing")], path
