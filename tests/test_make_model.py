@@ -130,7 +130,7 @@ def test_elaborate_templates_render_as_in_transformers(model_dir: Path, tmp_path
     ours = load_tokenizer(directory)
     theirs: Any = transformers.AutoTokenizer.from_pretrained(directory)
     for given in (None, tools):
-        text = ours.apply_chat_template(MESSAGES, tools=given, enable_thinking="no")
+        text = ours.apply_chat_template(MESSAGES, tools=given, variables={"enable_thinking": "no"})
         wanted = theirs.apply_chat_template(
             MESSAGES, tools=given, enable_thinking="no", tokenize=False, add_generation_prompt=True
         )

@@ -103,7 +103,7 @@ def alone(model: Model, prompt: list[int]) -> list[int]:
         tokens, start = list(prompt), 0
         while len(tokens) < len(prompt) + LONGEST:
             span = Span(tokens=tokens[start:], start=start, slots=tuple(range(num_blocks)))
-            best = torch.topk(model.forward(planes, [span])[0], 2)
+            best = torch.topk(model.forward(planes, [span]).logits[0], 2)
             assert best.values[0] - best.values[1] > 1e-4, "too close to call: what is computed together decides it"
             start = len(tokens)
             tokens.append(int(best.indices[0]))

@@ -191,6 +191,7 @@ class ServeConfig:
     device: str = "cpu"
     dtype: str | None = None  # None: the model's own
     kv: str = "auto"
+    generation_config: bool = True  # whether the model's generation_config.json says what sampling is unless asked
     block_tokens: int = 16
     num_blocks: int | None = None  # of KV on the device; or
     device_bytes: int | None = None  # their bytes; neither: most of a GPU's free memory, a GiB of a CPU's
