@@ -358,8 +358,10 @@ class ResidencyConfig:
 
 
 def _require_count(name: str, value: object, least: int) -> None:
-    if not (isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62):
+    if not (isinstance(value, int) and not isinstance(value, bool) and least <= value):
         raise InvalidConfig(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value >= 1 << 62:
+        raise InvalidConfig(f"{name} must be a whole number below 2**62, not {value!r}")
 
 
 def _require_seconds(name: str, value: object) -> None:

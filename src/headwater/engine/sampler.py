@@ -97,9 +97,9 @@ class Tally:
 
 def kept(scores: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that may be drawn at a temperature, likeliest first, and their probabilities (unnormalised)."""
+    ordered, tokens = torch.sort(scores.double(), descending=True, stable=True)
     # Less the largest before it is divided: however small a temperature is, nothing overflows.
-    ordered, tokens = torch.sort(scores.double() - scores.max(), descending=True, stable=True)
-    likely = torch.exp(ordered / sampling.temperature)
+    likely = torch.exp((ordered - ordered[0]) / sampling.temperature)
     num_kept = int(torch.count_nonzero(likely))
     if 0 < sampling.top_k < num_kept:  # those that tie with the last of them stay
         num_kept = min(num_kept, int(torch.count_nonzero(ordered >= ordered[sampling.top_k - 1])))

@@ -40,7 +40,8 @@ class Computed:
 
         What is NaN or infinite in a token's residual stream stays so in every later layer, and so enters its last MLP;
         and a token attends to itself, so what is NaN in its keys or values comes there too. An infinite key that gets
-        no weight does not: it is what this model computes, and whoever gives it weight has NaN.
+        no weight does not: it is what this model computes, and whoever gives it weight has NaN. Nor does what an
+        indexer computes: it chooses positions, and adds nothing.
         """
         found = torch.isfinite(self.peaks.float().cpu())
         return [bool(found[span].all()) for span in self.spans]
