@@ -1,9 +1,11 @@
 """What is drawn from logits, against transformers' processors, by counting, and by formula."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from transformers.generation.logits_process import (
 )
 
 from headwater.core.errors import InvalidInput
-from headwater.engine.request import Request, Sampling
+from headwater.engine.loader import load_defaults
+from headwater.engine.make_model import make_model
+from headwater.engine.request import Defaults, Request, Sampling
 from headwater.engine.sampler import Chosen, adjusted, choose, draw, kept, seed_of_choice
 
 VOCABULARY = 24
@@ -256,3 +260,18 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InvalidInput, match=f"{name}|penalties and biases"):
         ask(**wrong)
+
+
+def test_the_generation_config_says_what_sampling_is(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    make_model("llama", path)
+    assert load_defaults(path) == Defaults()  # it says only what ends an answer
+    said = {"temperature": 0, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True, "min_p": None}
+    (path / "generation_config.json").write_text(json.dumps(said))
+    assert load_defaults(path) == Defaults(temperature=0.0, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    (path / "generation_config.json").unlink()
+    assert load_defaults(path) == Defaults()
+    for wrong in ({"temperature": "hot"}, {"top_k": 1.5}, {"top_k": -1}, {"top_p": 0}, {"repetition_penalty": -1}):
+        (path / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(InvalidInput, match=rf"generation_config\.json: {next(iter(wrong))} must be"):
+            load_defaults(path)

@@ -32,7 +32,7 @@ class Computed:
     """What a step gave. On CUDA the device may not be done with it."""
 
     logits: torch.Tensor  # float32 [sum of num_logits, vocab_size], spans in order
-    peaks: torch.Tensor  # [tokens]: the largest value that entered each token's last MLP, NaN where one was
+    sums: torch.Tensor  # float32 [tokens]: of what entered each token's last MLP; not finite where a value was not
     spans: Sequence[slice]  # each span's part of them
 
     def finite(self) -> list[bool]:
@@ -43,7 +43,9 @@ class Computed:
         no weight does not: it is what this model computes, and whoever gives it weight has NaN. Nor does what an
         indexer computes: it chooses positions, and adds nothing.
         """
-        found = torch.isfinite(self.peaks.float().cpu())
+        found = torch.isfinite(self.sums.cpu())
+        if found.all():
+            return [True] * len(self.spans)
         return [bool(found[span].all()) for span in self.spans]
 
 

@@ -95,10 +95,10 @@ class Decoder(Model):
         limits = Limits(self.vocab_size, self.max_positions, planes.num_blocks, self.block_tokens)
         step = plan(spans, limits=limits, heads=net.attention.heads, device=self.device)
         if not spans:
-            return Computed(torch.empty(0, self.vocab_size), torch.empty(0), ())
+            return Computed(torch.empty(0, self.vocab_size, device=self.device), torch.empty(0), ())
         rotation = self._rope.at(step.positions, self.dtype)
         x = functional.embedding(step.tokens, net.embedding)
-        peaks = x[:, 0]  # of the last layer, in the end
+        sums = x[:, 0]  # of the last layer, in the end
         for layer, block in enumerate(net.blocks):
             if before_layer is not None:
                 before_layer(layer)
@@ -106,10 +106,10 @@ class Decoder(Model):
                 self._normed(x, block.input_norm), planes=planes, layer=layer, step=step, rotation=rotation
             )
             if layer == len(net.blocks) - 1:  # the last MLP makes logits, and no keys and values
-                peaks = x.abs().amax(dim=-1)
+                sums = x.sum(dim=-1, dtype=torch.float32)
             x += block.mlp(self._normed(x, block.mlp_norm))
         logits = functional.linear(self._normed(x.index_select(0, step.logits), net.norm), net.head).float()
-        return Computed(logits, peaks, step.spans)
+        return Computed(logits, sums, step.spans)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._network.eps)
