@@ -31,6 +31,7 @@ _NOT_BUILT: Final[tuple[tuple[str, tuple[object, ...], str], ...]] = (
     ("is_causal", (True,), "attention is causal here"),
     ("use_bidirectional_attention", _OFF, "attention is causal here"),
     ("attention_chunk_size", _OFF, "attention is to all tokens before here"),
+    ("dual_chunk_attention_config", (), "attention is to all tokens before here"),
     ("interleaved_sliding_window", _OFF, "sliding windows are not built"),
     ("sliding_window_pattern", _OFF, "sliding windows are not built"),
     ("alibi", _OFF, "positions are rotary here"),
