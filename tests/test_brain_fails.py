@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.engine.engine import Engine, EngineConfig
-from headwater.engine.models.base import Span
+from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.metrics import Metrics
@@ -453,7 +452,7 @@ class Deaf(Tape):
 
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    ) -> Computed:
         found = super().forward(planes, spans, before_layer=before_layer)
         self.trespasses.clear()
         return found

@@ -20,7 +20,7 @@ from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Output, Phase, Request, Sampling
 from headwater.index.slots import SlotState
 from headwater.layout.frame import frame_bytes
@@ -420,7 +420,7 @@ class Tape(Model):
 
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    ) -> Computed:
         if before_layer is not None:
             before_layer(0)
         said, written = [], []
@@ -438,7 +438,8 @@ class Tape(Model):
             end = span.start + len(span.tokens)
             rows = torch.cat([planes.flat[0][slot, 0] for slot in span.slots])[:end]
             said += [following(rows)] * span.num_logits
-        return torch.nn.functional.one_hot(torch.tensor(said, dtype=torch.long), VOCABULARY).float()
+        logits = torch.nn.functional.one_hot(torch.tensor(said, dtype=torch.long), VOCABULARY).float()
+        return Computed(logits, torch.zeros(len(spans)), [slice(i, i + 1) for i in range(len(spans))])
 
 
 def following(rows: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import FAMILIES, make_model, random_model
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Output, Request, Sampling
 from headwater.transfer.arena import DeviceCache, create_kv_cache
 
@@ -35,7 +35,7 @@ def run(model: Model, slots: Sequence[int] = SLOTS, *, dirt: int = 0) -> torch.T
     planes = create_kv_cache(model.layout, 40, model.device)
     for rows in planes.rows:
         rows.fill_(dirt)
-    return torch.cat([model.forward(planes, [Span(part, at, slots, len(part))]) for at, part in chunks()]).cpu()
+    return torch.cat([model.forward(planes, [Span(part, at, slots, len(part))]).logits for at, part in chunks()]).cpu()
 
 
 def chunks() -> Iterator[tuple[int, list[int]]]:
@@ -105,8 +105,9 @@ def test_a_step_never_waits_for_the_device(family: str, kv: str) -> None:
         model.forward(planes, spans)  # kernels are chosen and loaded
     for spans in steps:
         with no_waiting():
-            logits = model.forward(planes, spans)
-        assert torch.isfinite(logits).all()
+            computed = model.forward(planes, spans)
+        assert torch.isfinite(computed.logits).all()
+        assert all(computed.finite())
 
 
 def test_writers_stand_back_exactly_while_the_device_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,7 @@ def test_writers_stand_back_exactly_while_the_device_waits_for_the_host(monkeypa
     heard: list[object] = []
     forward = model.forward
 
-    def step(*args: Any, **options: Any) -> torch.Tensor:
+    def step(*args: Any, **options: Any) -> Computed:
         heard.append("launch")
         out = forward(*args, **options)
         heard.append("launched")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from brain_kit import fail_at
 from headwater.build import open_pool, stores
@@ -22,7 +21,7 @@ from headwater.disagg.outcome import Missing, Reason, Unsent
 from headwater.disagg.protocol import Tail, Ticket
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Phase, Sending
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
@@ -389,7 +388,7 @@ class Patient(Model):
 
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    ) -> Computed:
         """Compute."""
         if any(span.tokens[0] == self._slow and len(span.tokens) > 1 for span in spans):
             self.begun.set()

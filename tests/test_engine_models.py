@@ -105,7 +105,7 @@ class Run:
         wanted = len(new) if num_logits is None else num_logits
         out = self.model.forward(self.planes, [Span(new, self.done, self.slots, wanted)])
         self.done += len(new)
-        return out
+        return out.logits
 
 
 def start(model: Model, slots: Sequence[int] = SLOTS, *, dirt: int = 0) -> Run:
@@ -252,17 +252,17 @@ def test_spans_in_one_batch_do_not_know_of_each_other(name: str, kv: str, loaded
             model.forward(shared, [Span(one[:before], 0, slots, 0)])
         alone.append(run(one[before:], wanted))
         spans.append(Span(one[before:], before, slots, wanted))
-    together = model.forward(shared, spans)
+    together = model.forward(shared, spans).logits
     assert together.shape == (sum(wanted for _, _, wanted in parts), model.vocab_size)
     torch.testing.assert_close(together, torch.cat(alone), atol=ROUNDED[kv], rtol=0)
-    backwards = model.forward(shared, spans[::-1])
+    backwards = model.forward(shared, spans[::-1]).logits
     torch.testing.assert_close(backwards, torch.cat(alone[::-1]), atol=ROUNDED[kv], rtol=0)
 
 
 def test_no_spans_give_no_logits_and_bad_ones_an_error(loaded: Callable[..., Model]) -> None:
     model = loaded("llama")
     planes = create_kv_cache(model.layout, 4)
-    assert model.forward(planes, []).shape == (0, model.vocab_size)
+    assert model.forward(planes, []).logits.shape == (0, model.vocab_size)
     with pytest.raises(InvalidInput, match="slot 4 does not exist"):
         model.forward(planes, [Span([1], 0, [4])])
     with pytest.raises(InvalidInput, match="another layout"):

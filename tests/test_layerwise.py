@@ -21,7 +21,7 @@ from headwater.core.page import page_name
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.make_model import FAMILIES, random_model
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Output, Request, Sampling, Usage
 from headwater.index.slots import SlotState
 from headwater.layout.frame import frame_bytes, header_bytes
@@ -61,7 +61,7 @@ class Watched(Model):
 
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    ) -> Computed:
         if before_layer is None:
             return self.model.forward(planes, spans)
         gate = before_layer

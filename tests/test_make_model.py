@@ -130,7 +130,7 @@ def test_elaborate_templates_render_as_in_transformers(model_dir: Path, tmp_path
     ours = load_tokenizer(directory)
     theirs: Any = transformers.AutoTokenizer.from_pretrained(directory)
     for given in (None, tools):
-        text = ours.apply_chat_template(MESSAGES, tools=given, enable_thinking="no")
+        text = ours.apply_chat_template(MESSAGES, tools=given, variables={"enable_thinking": "no"})
         wanted = theirs.apply_chat_template(
             MESSAGES, tools=given, enable_thinking="no", tokenize=False, add_generation_prompt=True
         )
@@ -247,3 +247,63 @@ def test_the_command_writes_a_model_and_says_so(tmp_path: Path) -> None:
 def test_special_tokens_are_where_the_config_says() -> None:
     assert [SPECIAL[i - 256] for i in (BOS, EOS, END)] == ["<|bos|>", "<|eos|>", "<|end|>"]
     assert "<|end|>" in CHAT_TEMPLATE
+
+
+# --- templates of other people ----------------------------------------------------------------------------------------
+
+TRACKED = """
+{%- set outer = 'before' %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+<|{{ loop.index }}|>{% generation %}{% set outer = 'inside' %} {{ message.content | trim }}{{ eos_token }}
+{% endgeneration %}{{ outer }}
+{%- else %}
+<|{{ message.role }}|>{{ message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% generation %}{% endgeneration %}{% endif %}
+"""
+
+
+@pytest.mark.fault("B9")
+def test_generation_blocks_render_as_in_transformers(model_dir: Path, tmp_path: Path) -> None:
+    directory = with_template(model_dir, tmp_path / "one", TRACKED)
+    ours = load_tokenizer(directory)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(directory)
+    for prompt in (True, False):
+        text = ours.apply_chat_template(MESSAGES, add_generation_prompt=prompt)
+        assert text == theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
+    assert "<|eos|>" in text
+    with pytest.raises(InvalidInput, match="is no template"):
+        load_tokenizer(with_template(model_dir, tmp_path / "two", "{% generation %}"))
+
+
+@pytest.mark.fault("B9")
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 'abc'.index('x') }}", "substring not found"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'x'.encode('latin-1').decode('nonsense') }}", "unknown encoding: nonsense"),
+        ("{{ range(10000000) | list }}", "Range too big"),
+        ("{{ messages[99].content.x }}", "no element 99"),
+        ("{{ '%d' % 'x' }}", "%d format"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('') }}", "TemplateError"),
+        ("{{ raise_exception('no ' * 1000) }}", r"no no no .* \.\.\.$"),
+    ],
+)
+def test_whatever_a_template_raises_is_its_word_against_the_messages(
+    template: str, says: str, model_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(with_template(model_dir, tmp_path / "one", template))
+    with pytest.raises(InvalidInput, match=f"the chat template refuses these messages: .*{says}") as raised:
+        tokenizer.apply_chat_template(MESSAGES)
+    assert len(str(raised.value)) < 600
+
+
+def test_variables_of_a_template_cannot_replace_what_it_is_given(model_dir: Path) -> None:
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(InvalidInput, match=f"{name} cannot be given as variables"):
+            load_tokenizer(model_dir).apply_chat_template(MESSAGES, variables={name: []})

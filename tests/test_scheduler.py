@@ -443,3 +443,45 @@ def check_plan(made: Scheduler, room: Room, work: list[Work], tokens: int, runni
     if cut:  # the budget is used up, by those before the first that got less than it wants
         assert sum(one.end - one.start for one in work) >= tokens
         assert not [request for request in cut[1:] if request in ends]
+
+
+# --- several answers to one prompt ------------------------------------------------------------------------------------
+
+
+def test_who_comes_after_another_is_passed_over_until_that_one_has_computed_their_prompt() -> None:
+    room, first, other = Room(), ask(20), ask(3)
+    after = [ask(20) for _ in range(2)]
+    for one in after:
+        one.after = first
+    made = scheduler(room, first, *after, other)
+    assert room.asked == [first, other]  # nothing is looked up for those that wait
+    while first.num_generated == 0:
+        work = made.plan(0.0)
+        assert not {one.request for one in work} & {*after}
+        compute(made, room, work)
+    assert other.num_generated > 0  # it came behind them, and did not wait
+    first.first_token_s = 1.0
+    made.plan(0.0)
+    assert {*after} <= {*made.running}
+    assert not made.waiting
+
+
+@pytest.mark.parametrize("how", ["over", "preempted"])
+def test_who_comes_after_one_that_is_over_does_not_wait_for_it(how: str) -> None:
+    room, first, second = Room(), ask(20), ask(20)
+    second.after = first
+    made = scheduler(room, first, second)
+    step(made, room)
+    assert second.waits
+    if how == "over":
+        room.release(first)
+        made.remove(first)
+    else:  # it comes back, and computes its prompt again
+        first.preempt_at = 0
+        step(made, room)
+        assert first.preemptions == 1
+        assert second.waits
+        generating(made, room, first)
+        first.first_token_s = 1.0
+    step(made, room)
+    assert second in made.running

@@ -127,6 +127,34 @@ def test_index_only_uses_no_pool_whatever_the_environment_says(
     assert len(found) == 1
 
 
+@pytest.mark.fault("B11")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nowhere"], "there is no model directory /nowhere"),
+        (["--num-blocks", str(10**9)], "bytes of KV (--num-blocks, --device-mib) cannot be had on cpu"),
+        (["--num-blocks", str(10**30)], "num_blocks must be a whole number below 2**62"),
+        (["--device-mib", str(10**9)], "cannot be had on cpu"),
+        (["--device-mib", str(10**30)], "device_bytes must be a whole number below 2**62"),
+        (["--block-tokens", str(10**9)], "hold no block"),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_one_line(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of that size is allocated, and before the tiers are made."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "base"))
+    monkeypatch.delenv("HEADWATER_DIR", raising=False)
+    monkeypatch.setenv("HEADWATER_HOST_DIR", str(tmp_path / "host"))
+    monkeypatch.delenv("HEADWATER_POOL", raising=False)
+    found = CliRunner().invoke(app, ["serve", *options])
+    assert found.exit_code == 1
+    assert message in " ".join(found.stderr.split())
+    assert "Traceback" not in found.stderr
+    assert isinstance(found.exception, SystemExit)
+    assert not (tmp_path / "host").exists()
+
+
 def test_a_tiny_model_is_made_once_and_whole(tmp_path: Path) -> None:
     made = [tiny_model(tmp_path / "base") for _ in range(2)]
     assert made[0] == made[1]

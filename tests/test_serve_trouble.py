@@ -53,8 +53,12 @@ BAD: list[tuple[str, Any, str | None]] = [
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"prompt": [True]}, "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 5]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", ["b"]]}, "prompt"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 273}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1, 100_000]]}, "prompt"),
     (COMPLETIONS, {"prompt": [100_000]}, "prompt"),
     (COMPLETIONS, {"prompt": [-1]}, "prompt"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt"),
@@ -85,12 +89,40 @@ BAD: list[tuple[str, Any, str | None]] = [
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, "cache_salt"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
     (COMPLETIONS, {"prompt": "a", "model": 5}, "model"),
-    (COMPLETIONS, {"prompt": "a", "n": 2}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": 129}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
+    (COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 100}, "n"),
     (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
-    (COMPLETIONS, {"prompt": "a", "echo": True}, "echo"),
+    (COMPLETIONS, {"prompt": "a", "echo": 1}, "echo"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 0}, "echo"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-    (COMPLETIONS, {"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"five": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"-5": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"264": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [1]}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    (COMPLETIONS, {"prompt": "a", "frequency_penalty": "much"}, "frequency_penalty"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"prompt": "a", "repetition_penalty": 11}, "repetition_penalty"),
+    (COMPLETIONS, {"prompt": "a", "top_k": -2}, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "top_k": 1.5}, "top_k"),
+    (COMPLETIONS, {"prompt": "a", "min_p": 1.5}, "min_p"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": -1}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": 5}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [264]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 257}, "stop_token_ids"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
+    (COMPLETIONS, {"prompt": "a", "metadata": "mine"}, "metadata"),
+    (COMPLETIONS, {"prompt": "a", "user": 5}, "user"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": ["hi"]}, "messages[0]"),
@@ -104,7 +136,9 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"messages": HI, "logprobs": 2}, "logprobs"),
     (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
-    (CHAT, {"messages": HI, "n": 3}, "n"),
+    (CHAT, {"messages": HI, "n": 0}, "n"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": []}, "chat_template_kwargs"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
 
 
@@ -115,8 +149,6 @@ def test_a_wrong_field_is_named(served: Served) -> None:
         half = '{"prompt": "a \\ud800 b"}'
         found = client.post(COMPLETIONS, content=half, headers={"content-type": "application/json"})
         assert "surrogate" in check_error(found, 400, "prompt")
-    harmless = {"n": 1, "user": "me", "logit_bias": {}, "presence_penalty": 0, "echo": False, "stop": None, "new": [1]}
-    served.complete("a", max_tokens=1, **harmless)
 
 
 def test_what_is_not_a_request_is_refused(served: Served) -> None:
@@ -186,6 +218,8 @@ def test_whatever_a_body_holds_it_is_never_our_fault(directory: Path, model: Mod
         "echo",
     ]
     names += ["stream_options", "cache_salt", "ignore_eos", "response_format", "max_completion_tokens", "best_of"]
+    names += ["logit_bias", "top_k", "min_p", "min_tokens", "stop_token_ids", "repetition_penalty", "metadata"]
+    names += ["presence_penalty", "frequency_penalty", "chat_template_kwargs", "skip_special_tokens", "unheard_of"]
     prompts = {COMPLETIONS: st.text() | st.lists(st.integers(0, 263)) | anything}
     message = st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "system"]) | anything, "content": st.text() | anything}

@@ -101,13 +101,13 @@ def swap_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over = Handover.take_over
+    begin = Handover._begin
 
     def forget(self: Handover, request: Request, taking: Taking) -> None:
         sampler = replace(taking.ticket.sampler, seed=1)
-        take_over(self, request, replace(taking, ticket=replace(taking.ticket, sampler=sampler)))
+        begin(self, request, replace(taking, ticket=replace(taking.ticket, sampler=sampler)))
 
-    monkeypatch.setattr(Handover, "take_over", forget)
+    monkeypatch.setattr(Handover, "_begin", forget)
 
 
 def lose_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:

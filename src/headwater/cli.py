@@ -538,6 +538,10 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the model's own")] = None,
     kv: Annotated[str, typer.Option(help="What is cached: auto, bf16, fp16, fp32 or fp8.")] = "auto",
+    generation_config: Annotated[
+        bool,
+        typer.Option(help="Whether the model's generation_config.json says what sampling is where a request does not."),
+    ] = True,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     num_blocks: Annotated[
         int | None,
@@ -641,6 +645,7 @@ def serve(
         device=device,
         dtype=dtype,
         kv=kv,
+        generation_config=generation_config,
         block_tokens=block_tokens,
         num_blocks=num_blocks,
         device_bytes=None if device_mib is None else device_mib << 20,

@@ -193,6 +193,7 @@ class ServeConfig:
     device: str = "cpu"
     dtype: str | None = None  # None: the model's own
     kv: str = "auto"
+    generation_config: bool = True  # whether the model's generation_config.json says what sampling is unless asked
     block_tokens: int = 16
     num_blocks: int | None = None  # of KV on the device; or
     device_bytes: int | None = None  # their bytes; neither: most of a GPU's free memory, a GiB of a CPU's
@@ -362,8 +363,10 @@ class ResidencyConfig:
 
 
 def _require_count(name: str, value: object, least: int) -> None:
-    if not (isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62):
+    if not (isinstance(value, int) and not isinstance(value, bool) and least <= value):
         raise InvalidConfig(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value >= 1 << 62:
+        raise InvalidConfig(f"{name} must be a whole number below 2**62, not {value!r}")
 
 
 def _require_seconds(name: str, value: object) -> None:

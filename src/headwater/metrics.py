@@ -109,6 +109,7 @@ _DECLARED: Final = (
     (HISTOGRAM, "ttft_seconds", "Seconds from a request's arrival at the engine to its first token"),
     (HISTOGRAM, "answer_seconds", "Seconds from a request's arrival at the engine to the end of its answer"),
     (GAUGE, "engine_requests", "Requests in the engine, waiting or running"),
+    (COUNTER, "not_finite_requests_total", "Requests that ended because the model computed NaN or infinity"),
     (
         COUNTER,
         "handoffs_total{way,outcome}",

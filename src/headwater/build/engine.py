@@ -30,10 +30,14 @@ from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.transfer.tier import Naming
 
 if TYPE_CHECKING:
+    import torch
+
     from headwater.engine.engine import Engine
     from headwater.engine.handoffs import Handoffs
     from headwater.engine.models.base import Model
+    from headwater.engine.request import Defaults
     from headwater.engine.tokenizer import Tokenizer
+    from headwater.layout.spec import KVLayout
     from headwater.transfer.arena import DeviceCache
 from headwater.build.cache import open_cache, open_publisher, open_recorder
 from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
@@ -57,6 +61,7 @@ class Running:
     tokenizer: "Tokenizer"
     cache: TieredCache
     metrics: Metrics
+    defaults: "Defaults"  # of sampling
     receiver: PoolReceiver | None = None  # of a decode node
 
     def refusal(self, ticket: Ticket) -> str | None:
@@ -82,19 +87,29 @@ def open_engine(
     """
     from headwater.engine.connector import Connector  # torch takes a second to load; stores do without
     from headwater.engine.engine import Engine, EngineConfig
-    from headwater.engine.loader import load_model, load_tokenizer
+    from headwater.engine.loader import find_device, load_defaults, load_tokenizer, plan_model
+    from headwater.engine.request import Defaults
     from headwater.transfer.arena import create_kv_cache
     from headwater.transfer.staging import TorchStaging
 
     metrics = metrics if metrics is not None else Metrics()
     tokenizer = load_tokenizer(config.model)
+    defaults = load_defaults(config.model) if config.generation_config else Defaults()
     if model is None:
-        model = load_model(
-            config.model, device=config.device, dtype=config.dtype, kv=config.kv, block_tokens=config.block_tokens
-        )
+        plan = plan_model(config.model, dtype=config.dtype, kv=config.kv, block_tokens=config.block_tokens)
+        device = find_device(config.device)
+        _require_room(config, plan.layout, device, num_weight_bytes=plan.num_weight_bytes)
+        model = plan.load(device)
+    else:
+        _require_room(config, model.layout, model.device)
     layout = model.layout
     with ExitStack() as stack:
-        planes = stack.enter_context(create_kv_cache(layout, _num_blocks(config, model), model.device))
+        num_blocks = _num_blocks(config, model)
+        try:
+            planes = stack.enter_context(create_kv_cache(layout, num_blocks, model.device))
+        except RuntimeError as error:  # torch's word for no memory, on every device
+            message = f"{num_blocks} blocks of {layout.page_bytes} bytes cannot be allocated on {model.device}"
+            raise InvalidConfig(f"{message}: take fewer (--num-blocks, --device-mib)") from error
         stores = open_tiers(config, stack, metrics=metrics, progress=progress, needs_pool=config.role is not Role.MIXED)
         staging = None
         if stores:
@@ -143,7 +158,7 @@ def open_engine(
             max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
         )
         engine = stack.enter_context(Engine(model, planes, Connector(cache, model.identity), limits, handoffs=handoffs))
-        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, receiver)
+        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, defaults, receiver)
 
 
 def _open_handoffs(
@@ -193,16 +208,36 @@ def _open_handoffs(
     return handoffs, receiver
 
 
+def _require_room(
+    config: ServeConfig, layout: "KVLayout", device: "torch.device", *, num_weight_bytes: int = 0
+) -> None:
+    """Refuse a size that cannot be had, before anything is allocated; also weights that are still to be read."""
+    free = _free_bytes(device)
+    if num_weight_bytes > free:
+        raise InvalidConfig(f"the weights take {num_weight_bytes} bytes, and {free} are free on {device}")
+    num_bytes = config.device_bytes or (config.num_blocks or 0) * layout.page_bytes
+    if num_bytes > free - num_weight_bytes:
+        beside = f" beside {num_weight_bytes} of weights" if num_weight_bytes else ""
+        raise InvalidConfig(
+            f"{num_bytes} bytes of KV (--num-blocks, --device-mib) cannot be had on {device}: {free} are free{beside}"
+        )
+
+
+def _free_bytes(device: "torch.device") -> int:
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return directory.available_memory()
+
+
 def _num_blocks(config: ServeConfig, model: "Model") -> int:
     if config.num_blocks is not None:
         return config.num_blocks
     num_bytes = config.device_bytes
-    if num_bytes is None and model.device.type == "cuda":
-        import torch
-
-        num_bytes = int(torch.cuda.mem_get_info(model.device)[0] * _GPU_SHARE)
-    elif num_bytes is None:
-        num_bytes = min(_CPU_BYTES, directory.available_memory() // 4)
+    if num_bytes is None:
+        free = _free_bytes(model.device)
+        num_bytes = int(free * _GPU_SHARE) if model.device.type == "cuda" else min(_CPU_BYTES, free // 4)
     num_blocks = num_bytes // model.layout.page_bytes
     if num_blocks < 1:
         raise InvalidConfig(f"{num_bytes} bytes hold no block of {model.layout.page_bytes} bytes")

@@ -70,7 +70,9 @@ class Call:
     def size(self, held: Held | None) -> Size:
         """How large it is, roughly."""
         prompt = self.body.get("prompt")
-        counted = len(prompt) if isinstance(prompt, list) else max(1, len(self.content) // _BYTES_PER_TOKEN)
+        counted = max(1, len(self.content) // _BYTES_PER_TOKEN)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            counted = len(prompt)
         if held is not None and held.num_tokens is not None:
             counted = held.num_tokens
         asked = [self.body.get(name) for name in ("max_completion_tokens", "max_tokens")]

@@ -6,6 +6,10 @@ Commits come after the device has finished the step, so after its bytes are ther
 cached computes its last token again, beside the shared block: that block is copied to the request's next slot, which is
 its own, and the token is computed there, so nothing is ever written into a block that others read.
 
+A step in which the model computed NaN or infinity for a request ends that request, before anything of the step is
+committed or told: every token that was computed is looked at, those in the middle of a prompt too, so that no block of
+such numbers is ever named, in any tier. Others in the same step go on.
+
 A request whose blocks are still on their way may compute behind them, layer by layer, where nobody else has work. If a
 block does not come, or is wrong, that step is thrown away: nothing of it is committed, and no token leaves.
 
@@ -14,6 +18,9 @@ keeps its slots until the pool has every block; only then is it over, with a tic
 at once or is refused; its cache loads what it can, the rest is fetched; when all is there it says the first token and
 goes on. What does not come is computed, if that is allowed, and the first token said when it is.
 
+Several answers to one prompt are requests that come after the first: they start when it has computed the prompt, and
+find it in the cache.
+
 Not here: HTTP, text, tokenizers. A listener is called from the engine's thread with each request's outputs.
 """
 
@@ -21,7 +28,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -35,8 +42,8 @@ from headwater.engine.handoffs import Handoffs, Outcome
 from headwater.engine.handover import Handover
 from headwater.engine.models.base import Model, Span
 from headwater.engine.pace import Pace
-from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, TokenLogprob, Usage
-from headwater.engine.sampler import choose, settle_seed
+from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, Usage
+from headwater.engine.sampler import Chosen, choose
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
 from headwater.transfer.arena import DeviceCache
 
@@ -95,7 +102,7 @@ class Engine:
             step_tokens=config.step_tokens,
         )
         self._lock = threading.Condition()
-        self._inbox: deque[Request] = deque()
+        self._inbox: deque[tuple[Request, ...]] = deque()  # as they were submitted
         self._num_inside = 0  # submitted and not over
         self._closing = False
         self._in_hurry = False
@@ -147,28 +154,48 @@ class Engine:
         """Seconds since something was last got done; 0 where there is nothing to do."""
         return time.monotonic() - self._pace.done_s if self._num_inside else 0.0
 
-    def submit(self, request: Request) -> None:
-        """Take a request in. Does not block. Raises InvalidInput, QueueFull, ResourceClosed; then nothing was taken."""
-        total = len(request.prompt) + request.sampling.max_tokens
-        if total > self.max_tokens:
-            raise InvalidInput(
-                f"{len(request.prompt)} prompt tokens and {request.sampling.max_tokens} to generate are more than "
-                f"{self.max_tokens}"
-            )
-        if not all(0 <= token < self.model.vocab_size for token in request.prompt):
-            raise InvalidInput(f"a token of the prompt is outside the vocabulary of {self.model.vocab_size}")
-        self._handover.check(request, self.model.vocab_size)
+    @property
+    def max_requests(self) -> int:
+        """Requests that may be here at once."""
+        return self.config.max_running + self.config.max_waiting
+
+    def submit(self, *requests: Request) -> None:
+        """Take requests in, all or none. Does not block.
+
+        Raises InvalidInput, QueueFull, ResourceClosed; then nothing was taken.
+        """
+        for request in requests:
+            self._check(request)
         with self._lock:
             if self._closing:
                 raise ResourceClosed("the engine is closed")
-            if self._num_inside >= self.config.max_running + self.config.max_waiting:
+            if self._num_inside + len(requests) > self.max_requests:
                 raise QueueFull(f"{self._num_inside} requests are here: try again later")
-            request.arrived_s = time.monotonic()
+            now_s = time.monotonic()
+            for request in requests:
+                request.arrived_s = now_s
             if not self._num_inside:
-                self._pace.done_s = request.arrived_s
-            self._num_inside += 1
-            self._inbox.append(request)
+                self._pace.done_s = now_s
+            self._num_inside += len(requests)
+            self._inbox.append(requests)
             self._lock.notify()
+
+    def _check(self, request: Request) -> None:
+        sampling, vocab_size = request.sampling, self.model.vocab_size
+        total = len(request.prompt) + sampling.max_tokens
+        if total > self.max_tokens:
+            raise InvalidInput(
+                f"{len(request.prompt)} prompt tokens and {sampling.max_tokens} to generate are more than "
+                f"{self.max_tokens}"
+            )
+        if not all(0 <= token < vocab_size for token in request.prompt):
+            raise InvalidInput(f"a token of the prompt is outside the vocabulary of {vocab_size}")
+        for what, tokens in (("biased", [token for token, _ in sampling.logit_bias]), ("stop", sampling.stop_ids)):
+            if not all(0 <= token < vocab_size for token in tokens):
+                raise InvalidInput(f"a {what} token is outside the vocabulary of {vocab_size}")
+        if sampling.min_tokens and len(sampling.ends(self.model.eos_ids)) >= vocab_size:
+            raise InvalidInput("every token would end the answer, which must have some: min_tokens cannot be had")
+        self._handover.check(request, vocab_size)
 
     def cancel(self, request: Request) -> None:
         """Nobody wants the answer any more: it ends at the next step, and hears so. Does not block."""
@@ -208,7 +235,8 @@ class Engine:
             log.exception("the engine stops")
             with self._lock:
                 self._closing = True
-                left = dict.fromkeys([*self._scheduler.running, *self._scheduler.waiting, *self._inbox])
+                arrived = [request for group in self._inbox for request in group]
+                left = dict.fromkeys([*self._scheduler.running, *self._scheduler.waiting, *arrived])
             for request in left:
                 request.cancelled = True  # for those that are being handed over
                 self._tell_end(request, Finish.FAILED, "the engine stopped")
@@ -284,14 +312,18 @@ class Engine:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(request, Finish.CANCELLED)
 
-    def _take_in(self, request: Request) -> None:
-        if isinstance(request.handoff, Taking):
-            self._handover.take_over(request, request.handoff)
+    def _take_in(self, group: tuple[Request, ...]) -> None:
+        if not self._handover.take_over(group):
+            for request in group:
+                self._tell_end(request, Finish.REFUSED, "there is no room for this request now")
             return
-        try:
-            self._scheduler.add(request, time.monotonic())
-        except QueueFull as error:
-            self._tell_end(request, Finish.FAILED, str(error))
+        for request in group:
+            if isinstance(request.handoff, Taking):
+                continue
+            try:
+                self._scheduler.add(request, time.monotonic())
+            except QueueFull as error:
+                self._tell_end(request, Finish.FAILED, str(error))
 
     def _step(self, work: list[Work]) -> None:
         begin_s = time.perf_counter()
@@ -300,20 +332,17 @@ class Engine:
             early = work[0].early
             self._hurry(on=not early)  # a gate waits for layers while the step is launched
             gate = self._gate(work[0]) if early else self._between if self._handover.active else None
-            logits = self.model.forward(self.planes, spans, before_layer=gate)
+            computed = self.model.forward(self.planes, spans, before_layer=gate)
             self._hurry(on=False)  # the device is busy, and we wait for it: time for the cache
             if work[0].early and not self.connector.arrived(work[0].request):
                 raise _LoadFailed
-            sampling = [one for one in work if one.samples]
+            sampling = [one.request for one in work if one.samples]
             if self._watch is not None:
-                for row, one in enumerate(sampling):
-                    self._watch(one.request, logits[row])
-            chosen = choose(
-                logits,
-                [one.request.sampling for one in sampling],
-                [len(one.request.tokens) for one in sampling],
-                [settle_seed(one.request) for one in sampling],
-            )
+                for row, request in enumerate(sampling):
+                    self._watch(request, computed.logits[row])
+            found = zip(sampling, choose(computed.logits, sampling, self.model.eos_ids), strict=True)
+            chosen = {request: one for request, one in found if one is not None}
+            finite = computed.finite()
             self._wait_for_device()
         except _LoadFailed:
             self._wait_for_device()
@@ -330,6 +359,7 @@ class Engine:
             self._measure(work, time.perf_counter() - begin_s)
         self._pace.done_s = time.monotonic()
         self.num_steps += 1
+        work = self._sound(work, finite, chosen)
         for one in work:
             one.request.num_computed = one.end
             one.request.num_recomputed += one.end - one.start
@@ -337,12 +367,25 @@ class Engine:
             self.num_computed_tokens += one.end - one.start
         for one in work:
             self._handover.pay(one.request)
-        ends = [self._give(one.request, token, told) for one, (token, told) in zip(sampling, chosen, strict=True)]
+        ends = {one.request: self._give(one.request, chosen[one.request]) for one in work if one.request in chosen}
         for one in work:  # who waits for a token has it; now there is time for the cache
             self.connector.commit(one.request)
-        for one, end in zip(sampling, ends, strict=True):
+        for request, end in ends.items():
             if end is not None:
-                self._end(one.request, end)
+                self._end(request, end)
+
+    def _sound(self, work: list[Work], finite: list[bool], chosen: Mapping[Request, Chosen]) -> list[Work]:
+        """Those for whom the model computed numbers. The others are over, and nothing of the step stays of them."""
+        sound = [
+            one for one, good in zip(work, finite, strict=True) if good and (not one.samples or one.request in chosen)
+        ]
+        for one in work if len(sound) < len(work) else ():
+            if one not in sound:
+                where = f"tokens {one.start} to {one.end - 1}"
+                log.error("request %s: the model computed NaN or infinity at %s", one.request.name, where)
+                self.connector.cache.metrics.count("not_finite_requests_total")
+                self._end(one.request, Finish.NOT_FINITE, f"the model computed NaN or infinity at {where}")
+        return sound
 
     def _span(self, one: Work) -> Span:
         request = one.request
@@ -391,8 +434,9 @@ class Engine:
         else:
             self._pace.answer.measured(len(work), seconds)
 
-    def _give(self, request: Request, token: int, told: TokenLogprob | None) -> Finish | None:
+    def _give(self, request: Request, chosen: Chosen) -> Finish | None:
         """Hand a token out. Returns why it was the last, if it was."""
+        token, told = chosen.token, chosen.told
         if request.first_token_s is None:
             request.first_token_s = time.monotonic()
         if isinstance(request.handoff, Sending):

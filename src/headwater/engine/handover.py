@@ -13,7 +13,7 @@ Invariants:
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headwater.core.errors import InvalidInput
@@ -148,8 +148,24 @@ class Handover:
 
     # --- taken over ---------------------------------------------------------------------------------------------------
 
-    def take_over(self, request: Request, taking: Taking) -> None:
-        """Slots now, or a refusal. One that is over with its first token needs none."""
+    def take_over(self, group: Sequence[Request]) -> bool:
+        """Slots now for all with a ticket, or for none: False. One that is over with its first token needs none."""
+        taken = [(request, request.handoff) for request in group if isinstance(request.handoff, Taking)]
+        admitted: list[Request] = []
+        for request, taking in taken:
+            if taking.ticket.over:
+                continue
+            if not self._admit(request, taking):
+                for one in admitted:
+                    self._connector.release(one)
+                    self._scheduler.remove(one)
+                return False
+            admitted.append(request)
+        for request, taking in taken:
+            self._begin(request, taking)
+        return True
+
+    def _begin(self, request: Request, taking: Taking) -> None:
         ticket, first = taking.ticket, taking.ticket.first
         request.seed = ticket.sampler.seed
         told = () if first.logprob is None else (TokenLogprob(first.token, first.logprob, first.top),)
@@ -161,8 +177,6 @@ class Handover:
             request.num_computed = len(request.prompt)  # by who sent it
             self.pay(request)
             self._tell_end(request, Finish.LENGTH)
-        elif not self._admit(request, taking):
-            self._tell_end(request, Finish.REFUSED, "there is no room for this request now")
 
     def _admit(self, request: Request, taking: Taking) -> bool:
         if not self._scheduler.has_room() or self._handoffs is None:

@@ -1,16 +1,18 @@
 """From a Hugging Face directory to a model or a tokenizer: config.json, safetensors, tokenizer.json.
 
 A directory is checked before anything large is made: the model is built once without memory, which says what tensors it
-wants; names, shapes and dtypes are compared with the files' headers; only then contents are read.
+wants, and stops when that is far more than there are; names, shapes and dtypes are compared with the files' headers;
+only then (`ModelPlan.load`) contents are read.
 
 Not here: where directories come from. Nothing is downloaded, and no code of a directory is run, except the expressions
 of its chat template, in a sandbox.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +27,9 @@ from headwater.engine.models.base import Model
 from headwater.engine.models.decoder import Decoder, Network, Options
 from headwater.engine.models.registry import Builder, find_architecture
 from headwater.engine.models.settings import Settings
+from headwater.engine.request import Defaults
 from headwater.engine.tokenizer import Tokenizer
-from headwater.layout.spec import DType
+from headwater.layout.spec import DType, KVLayout
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
@@ -37,6 +40,7 @@ _DTYPES: Final = {
     **dict.fromkeys(("fp32", "float32", "F32"), DType.FP32),
 }
 _COMPUTED: Final = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
+_FAR_MORE: Final = 10_000  # tensors that a config may ask for and the files do not hold, until it is not read further
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -48,28 +52,39 @@ def load_model(
     `dtype` is what is computed in, bf16, fp16 or fp32; None: what the config says. `kv` is what is cached: auto (as it
     is computed), bf16, fp16, fp32, or fp8 (quantised with scales, where the family's layout has them).
     """
-    plan = _plan(Path(directory), dtype=dtype, kv=kv, block_tokens=block_tokens)
-    where = find_device(device)
-    tensors, weights = plan.checkpoint.read(plan.dtypes, where)
-    network = plan.build(_Loaded(tensors))
-    return Decoder(
-        network,
-        name=plan.directory.resolve().name,
-        identity=plan.identity(weights),
-        eos_ids=_eos_ids(plan.directory, plan.config),
-        device=where,
-    )
+    return plan_model(Path(directory), dtype=dtype, kv=kv, block_tokens=block_tokens).load(find_device(device))
 
 
 def identify(directory: Path, *, dtype: str | None = None, kv: str = "auto", block_tokens: int = 16) -> CacheIdentity:
     """The identity that `load_model` with these options would give; reads all weights and keeps none. Blocks."""
-    plan = _plan(Path(directory), dtype=dtype, kv=kv, block_tokens=block_tokens)
+    plan = plan_model(Path(directory), dtype=dtype, kv=kv, block_tokens=block_tokens)
     return plan.identity(plan.checkpoint.read(plan.dtypes, None)[1])
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load a directory's tokenizer with its special tokens and chat template; InvalidInput where there is none."""
+    require_directory(Path(directory))
     return Tokenizer.load(Path(directory))
+
+
+def load_defaults(directory: Path) -> Defaults:
+    """What a directory's generation_config.json says of sampling; ours where it says nothing, or is not there."""
+    path = Path(directory) / GENERATION
+    said = Settings(read_json(path) if path.is_file() else {}, str(path))
+    found = {field.name: said.number(field.name) for field in fields(Defaults) if field.name in said}
+    top_k = found.pop("top_k", 0.0)
+    try:
+        return Defaults(**found, top_k=int(top_k) if top_k.is_integer() else -1)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from error
+
+
+def require_directory(directory: Path) -> None:
+    """Raise InvalidInput if a model's directory is none."""
+    if not directory.exists():
+        raise InvalidInput(f"there is no model directory {directory}")
+    if not directory.is_dir():
+        raise InvalidInput(f"{directory} is not a directory")
 
 
 def find_device(name: str) -> torch.device:
@@ -103,11 +118,14 @@ class Wanted:
     """Weights that only record what a model asks for; tensors without memory."""
 
     dtype: torch.dtype
+    most: int | None = None  # tensors that may be asked for; None: any number
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def take(self, name: str, *shape: int, fp32: bool = False) -> Tensor:
-        """A tensor on the meta device."""
+        """A tensor on the meta device. Raises InvalidInput when there were too many."""
+        if self.most is not None and len(self.shapes) >= self.most:
+            raise InvalidInput(f"the config asks for more than {self.most} tensors, which is far more than there are")
         self.shapes[name] = shape
         self.dtypes[name] = torch.float32 if fp32 else self.dtype
         return torch.empty(shape, dtype=self.dtypes[name], device="meta")
@@ -122,7 +140,7 @@ class _Loaded:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ModelPlan:
     """A checked directory: everything but the weights' contents."""
 
     directory: Path
@@ -132,12 +150,32 @@ class _Plan:
     builder: Builder
     options: Options
     outline: Network  # on the meta device
+    shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
 
-    def build(self, weights: _Loaded) -> Network:
-        return self.builder(self.config, weights, self.options)
+    @property
+    def layout(self) -> KVLayout:
+        """Of the KV."""
+        return self.outline.attention.layout
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """That the weights take on a device."""
+        return sum(math.prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+
+    def load(self, device: torch.device) -> Model:
+        """Read the weights onto a device. Blocks."""
+        tensors, weights = self.checkpoint.read(self.dtypes, device)
+        return Decoder(
+            self.builder(self.config, _Loaded(tensors), self.options),
+            name=self.directory.resolve().name,
+            identity=self.identity(weights),
+            eos_ids=_eos_ids(self.directory, self.config),
+            device=device,
+        )
 
     def identity(self, weights: bytes) -> CacheIdentity:
+        """The model's, given the digest of its weights."""
         return model_identity(
             architecture=self.architecture,
             config=self.config.values,
@@ -148,19 +186,21 @@ class _Plan:
         )
 
 
-def _plan(directory: Path, *, dtype: str | None, kv: str, block_tokens: int) -> _Plan:
-    if not directory.is_dir():
-        raise InvalidInput(f"{directory} is not a directory")
+def plan_model(directory: Path, *, dtype: str | None = None, kv: str = "auto", block_tokens: int = 16) -> ModelPlan:
+    """Check a directory and the options; see `load_model`. Reads no weights, and allocates nothing."""
+    require_directory(directory)
     config = Settings(read_json(directory / CONFIG), str(directory / CONFIG))
     architecture, builder = find_architecture(config)
     if "quantization_config" in config:
         raise InvalidInput(f"{config.where}: the weights are quantised; only bf16, fp16 and fp32 ones are read here")
     checkpoint = Checkpoint(directory)
     options = build_options(dtype or _stored_dtype(config, checkpoint), kv, block_tokens)
-    wanted = Wanted(options.dtype)
+    wanted = Wanted(options.dtype, most=len(checkpoint.names) + _FAR_MORE)
     outline = builder(config, wanted, options)
     checkpoint.check(wanted.shapes, ignored=_ignored(config, outline))
-    return _Plan(directory, architecture, config, checkpoint, builder, options, outline, wanted.dtypes)
+    return ModelPlan(
+        directory, architecture, config, checkpoint, builder, options, outline, wanted.shapes, wanted.dtypes
+    )
 
 
 def _stored_dtype(config: Settings, checkpoint: Checkpoint) -> str:

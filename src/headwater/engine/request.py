@@ -4,8 +4,10 @@ Values and counters only: what happens to a request is decided by the scheduler 
 """
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
@@ -13,33 +15,79 @@ from headwater.disagg.outcome import Missing, Unsent
 from headwater.disagg.protocol import Finish as Over
 from headwater.disagg.protocol import FirstToken, Ticket
 
+if TYPE_CHECKING:
+    from headwater.engine.sampler import Tally
+
 MAX_LOGPROBS = 20
+MAX_REPETITION_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen, and when to stop. Checked here, at the door."""
+class Defaults:
+    """What sampling is where nobody says. A model's generation_config.json may say otherwise."""
 
-    max_tokens: int = 16
     temperature: float = 1.0  # 0: the most likely token
-    top_p: float = 1.0
-    seed: int | None = None  # None: another answer each time
-    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer and are not part of it
-    logprobs: int | None = None  # how many alternatives to tell of each token; None: none at all
-    ignore_eos: bool = False
+    top_p: float = 1.0  # the likeliest tokens that have so much of the probability together
+    top_k: int = 0  # the so many likeliest tokens; 0: all
+    min_p: float = 0.0  # tokens that are at least so likely, as a share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # of tokens of prompt and answer: above 0 divided by it, below multiplied
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if not (_is_int(self.max_tokens) and self.max_tokens >= 1):
-            raise InvalidInput(f"max_tokens must be at least 1, not {self.max_tokens!r}")
         if not 0 <= self.temperature <= 10:
             raise InvalidInput(f"temperature must be between 0 and 10, not {self.temperature!r}")
         if not 0 < self.top_p <= 1:
             raise InvalidInput(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        if not (_is_int(self.top_k) and self.top_k >= 0):
+            raise InvalidInput(f"top_k must be a number of tokens, or 0, not {self.top_k!r}")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidInput(f"min_p must be between 0 and 1, not {self.min_p!r}")
+        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            most = MAX_REPETITION_PENALTY
+            raise InvalidInput(
+                f"repetition_penalty must be above 0 and at most {most:g}, not {self.repetition_penalty!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling(Defaults):
+    """How the next token is chosen (`sampler.py`), and when to stop. Checked here, at the door."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # until there are so many, no token that would end the answer is chosen
+    seed: int | None = None  # None: another answer each time
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the answer and are not part of it
+    logprobs: int | None = None  # how many alternatives to tell of each token; None: none at all
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token, what is added to its logit
+    presence_penalty: float = 0.0  # taken from the logit of a token that was generated before
+    frequency_penalty: float = 0.0  # the same, as often as it was
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        Defaults.__post_init__(self)
+        if not (_is_int(self.max_tokens) and self.max_tokens >= 1):
+            raise InvalidInput(f"max_tokens must be at least 1, not {self.max_tokens!r}")
+        if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens):
+            raise InvalidInput(
+                f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens!r}"
+            )
+        for value in (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias)):
+            if not math.isfinite(value):
+                raise InvalidInput(f"penalties and biases are finite numbers, not {value!r}")
         if self.seed is not None and not (_is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 63):
             raise InvalidInput(f"seed must be a 64-bit integer, not {self.seed!r}")
         if self.logprobs is not None and not (_is_int(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
             raise InvalidInput(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs!r}")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters which tokens there were before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self.stop_ids if self.ignore_eos else self.stop_ids | eos_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +127,7 @@ class Finish(enum.StrEnum):
     SENT = "sent"  # it goes on elsewhere: there is a ticket
     REFUSED = "refused"  # there was no room for it, and nothing was begun
     CANCELLED = "cancelled"
+    NOT_FINITE = "not_finite"  # the model computed NaN or infinity: there is no token to choose
     FAILED = "failed"
 
 
@@ -131,6 +180,7 @@ class Request:
     listen: Callable[[Output], None]  # called from the engine's thread; must not block or raise
     salt: bytes = b""
     handoff: Sending | Taking | None = None
+    after: "Request | None" = None  # one with the same prompt: it starts when that one has computed it, and finds it
     arrived_s: float = 0.0
     cancelled: bool = False  # set by anybody, heeded at the next step
     phase: Phase = Phase.WAITING
@@ -147,6 +197,7 @@ class Request:
     preempt_at: int | None = None  # computed tokens at which it gives way once, as if room were short: for verification
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     seed: int | None = None  # of its draws; None: not settled yet
+    tally: "Tally | None" = None  # of its tokens, where penalties go by them; the sampler's
     owed: "Output | None" = None  # the first token of one that was taken over: told when everything before it is there
     kept: "tuple[FirstToken, Over] | None" = None  # the first token of one that is to be sent, until that begins
     admitted_s: float | None = None  # when it first had slots
@@ -163,6 +214,12 @@ class Request:
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the one it comes after has yet to compute their prompt."""
+        first = self.after
+        return first is not None and first.first_token_s is None and first.phase is not Phase.OVER
 
     @property
     def moving(self) -> bool:

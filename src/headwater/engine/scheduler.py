@@ -3,7 +3,8 @@
 Decides over requests, and asks the connector for slots; computes nothing. First everybody who generates gets one token,
 then prompts are filled up, oldest first, as far as the budget goes. A request that cannot get its next slot preempts
 the youngest: that one gives its slots back and waits at the head of the queue; its finished blocks stay in the cache,
-so coming back costs little.
+so coming back costs little. A request that comes after another one with the same prompt is passed over until that one
+has computed it; nothing is asked or taken for it before.
 
 Invariants: a request is in one place (`waiting` or `running`) until it is over. The queue is bounded. Nothing waits for
 a store longer than the connector says. Who is being handed over keeps its slots.
@@ -84,7 +85,8 @@ class Scheduler:
         if len(self.waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting: try again later")
         self.waiting.append(request)
-        self._slots.ask(request, now_s)
+        if not request.waits:
+            self._slots.ask(request, now_s)
 
     def has_room(self) -> bool:
         """Whether one more could run at once: nobody waits, and not too many are here."""
@@ -141,11 +143,15 @@ class Scheduler:
         for request in self.running:
             if request.phase is Phase.LOADING and not request.moving and self._slots.loaded(request):
                 request.phase = Phase.RUNNING
-        while self.waiting and len(self.running) < self._max_running:
-            request = self.waiting[0]
+        at = 0
+        while at < len(self.waiting) and len(self.running) < self._max_running:
+            request = self.waiting[at]
+            if request.waits:
+                at += 1
+                continue
             if not self._slots.may_start(request, now_s) or not self._slots.admit(request):
                 return
-            self.waiting.popleft()
+            del self.waiting[at]
             self.running.append(request)
             if self._slots.loaded(request):
                 request.phase = Phase.RUNNING

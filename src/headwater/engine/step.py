@@ -94,6 +94,7 @@ class Step:
     rows: torch.Tensor  # [tokens x heads]: where each token is written
     logits: torch.Tensor  # which tokens' logits are wanted, in the spans' order
     groups: tuple[Group, ...]
+    spans: tuple[slice, ...]  # each span's tokens
 
 
 def plan(spans: Sequence[Span], *, limits: Limits, heads: int, device: torch.device) -> Step:
@@ -137,7 +138,14 @@ def plan(spans: Sequence[Span], *, limits: Limits, heads: int, device: torch.dev
                 table=next(parts).view(len(member), -1),
             )
         )
-    return Step(tokens=tokens, positions=positions, rows=rows.flatten(), logits=logits, groups=tuple(groups))
+    return Step(
+        tokens=tokens,
+        positions=positions,
+        rows=rows.flatten(),
+        logits=logits,
+        groups=tuple(groups),
+        spans=tuple(slice(first[i], first[i] + len(span.tokens)) for i, span in enumerate(spans)),
+    )
 
 
 def _positions(span: Span) -> _Ints:

@@ -3,11 +3,12 @@
 A *stream* turns an answer into text while it grows: it holds back what the next token may still change (part of a
 character), and what it has given out never changes. Joined, its pieces are the decoded answer.
 
-Not here: limits on prompts, OpenAI's shapes. Chat templates come with the model and are run in jinja2's sandbox.
+Not here: limits on prompts, OpenAI's shapes. Chat templates come with the model and are run in jinja2's sandbox:
+whatever one raises is its word against the messages (InvalidInput), and no fault of ours.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -18,6 +19,8 @@ from headwater.engine.identity import TOKENIZER
 try:
     import jinja2
     import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
     import jinja2.sandbox
     import tokenizers
 except ModuleNotFoundError as error:
@@ -25,10 +28,23 @@ except ModuleNotFoundError as error:
 
 CONFIG: Final = "tokenizer_config.json"
 TEMPLATE: Final = "chat_template.jinja"
+GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))  # what every template hears, from us alone
 
 _UNFINISHED: Final = "\ufffd"  # what decoders write for bytes that are no character, or none yet
 _HELD: Final = 3  # bytes of a character that may still be completed
 _LONGEST: Final = 32  # tokens that are looked at together; no character needs as many
+_LONGEST_WORD: Final = 500  # characters of what a template says against messages; it may hold all of them
+# What expressions of a template can come to, whose functions are Python's: "".index("x"), 1 / 0, a macro without end.
+_RAISED: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Tokenizer:
@@ -63,7 +79,7 @@ class Tokenizer:
                 special={name: text for name, text in special.items() if text is not None},
                 templates=_read_templates(directory, config),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidInput(f"the chat template of {directory} is no template: {error}") from error
 
     @property
@@ -92,24 +108,37 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         template: str = "default",
-        **variables: object,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt of a conversation, as text with special tokens in it; InvalidInput if the template refuses."""
+        """The prompt of a conversation, as text with special tokens in it; InvalidInput if the template refuses.
+
+        `variables` are what this model's template knows besides, such as `enable_thinking`.
+        """
         if template not in self._templates:
             raise InvalidInput(f"this model has no chat template{'' if not self._templates else f' {template!r}'}")
+        more = variables or {}
+        if taken := sorted(GIVEN & more.keys()):
+            raise InvalidInput(f"a chat template's {', '.join(taken)} cannot be given as variables")
         try:
             return self._templates[template].render(
-                **self._special | variables,
-                messages=[dict(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._special,
+                    **more,
+                    "messages": [dict(message) for message in messages],
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidInput(f"the chat template refuses these messages: {error}") from error
+        except _RAISED as error:
+            said = str(error) or type(error).__name__
+            said = said if len(said) <= _LONGEST_WORD else said[:_LONGEST_WORD] + " ..."
+            raise InvalidInput(f"the chat template refuses these messages: {said}") from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
-        """Tokens of a conversation: `apply_chat_template`, encoded without anything added."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """Tokens of a conversation: `apply_chat_template`, encoded without anything added unless told."""
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=add_special_tokens)
 
     def _id(self, name: str) -> int | None:
         text = self._special.get(name)
@@ -186,6 +215,21 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
         raise InvalidInput(f"{directory / CONFIG}: chat_template is neither text nor a list of named ones") from error
 
 
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` around what an assistant said: a mark for training. Rendered as if it was not there."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The block, called like a macro: what is set inside is not seen outside, as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
+
+    def _rendered(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 def _environment() -> jinja2.Environment:
     """What templates may use: the same names and whitespace rules as in transformers."""
 
@@ -196,7 +240,7 @@ def _environment() -> jinja2.Environment:
         raise jinja2.TemplateError(message)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

@@ -1,4 +1,7 @@
-"""One request on its way through the engine, and its answer as text: the event loop's side of `Engine.submit`.
+"""An answer on its way through the engine, as text: the event loop's side of `Engine.submit`.
+
+An answer has one *choice* for each request of the engine that it takes: several, where a client wants several answers
+to a prompt, or sent several prompts. They come as they come; each is a text of its own.
 
 The engine's thread hands each output to the loop and never waits for it. Outputs that were not fetched yet lie in a
 queue without a bound of its own: one output per token, so `max_tokens` bounds it, however slowly a client reads.
@@ -6,14 +9,15 @@ queue without a bound of its own: one output per token, so `max_tokens` bounds i
 Not here: HTTP, OpenAI's shapes, what a token is called.
 
 Invariants:
-- What was given out never changes, and pieces joined are the whole answer, whether it is streamed or not.
-- A stop string and what follows it is never given out; text that may be the beginning of one waits.
+- What was given out never changes, and a choice's pieces joined are the whole of it, whether it is streamed or not.
+- What follows a stop string is never given out, nor the string itself unless asked for; what may begin one waits.
 - A token's log-probability comes with the text in which the token begins, and not at all if a stop string cut that.
+- All choices are taken by the engine, or none; what fails one of them ends the whole answer.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,7 +27,7 @@ from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
 from headwater.engine.request import Finish, Output, Phase, Request, Sampling, Sending, Taking, TokenLogprob, Usage
 from headwater.engine.tokenizer import Detokenizer
-from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, too_late
+from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late
 
 
 class ClientLeft(HeadwaterError):
@@ -52,26 +56,36 @@ class Piece:
 class Transcript:
     """The text of an answer as it grows, up to the first stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """`include_stop`: the stop string is part of the text. In the first `min_tokens` tokens none is looked for."""
         self.stopped = False  # by a stop string: nothing more will come
         self.num_tokens = 0  # up to the one that ended the answer
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._num_given = 0  # characters
-        self._held = ""  # the beginning of a stop string, perhaps
-        self._waiting: list[Likelihood] = []  # of tokens that begin in `_held` or behind it
+        self._free = ""  # text that no stop string can be in, and
+        self._held = ""  # behind it the beginning of a stop string, perhaps
+        self._waiting: list[Likelihood] = []  # of tokens that begin in either or behind it
 
     def push(self, tokens: Sequence[int], told: Sequence[TokenLogprob] = ()) -> Piece:
         """Add tokens; return what is certain now. After a stop string there is nothing."""
         for i, token in enumerate(tokens):
             if self.stopped:
                 break
-            offset = self._num_given + len(self._held)
+            offset = self._num_given + len(self._free) + len(self._held)
             if i < len(told):
                 self._waiting.append(Likelihood(told[i], offset))
-            self._held += self._detokenizer.push(token)
+            text = self._detokenizer.push(token)
             self.num_tokens += 1
-            self._look()
+            if self.num_tokens <= self._min_tokens:
+                self._free += text
+            else:
+                self._held += text
+                self._look()
         return self._give(len(self._held) if self.stopped else len(self._held) - self._num_suspicious())
 
     def finish(self) -> Piece:
@@ -82,11 +96,12 @@ class Transcript:
         return self._give(len(self._held), last=not self.stopped)
 
     def _look(self) -> None:
-        """Cut at the first stop string."""
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        """Cut at the first stop string, or behind it."""
+        found = [(at, len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
+            at, length = min(found)
             self.stopped = True
-            self._held = self._held[: min(found)]
+            self._held = self._held[: at + length if self._include_stop else at]
 
     def _num_suspicious(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""
@@ -97,116 +112,174 @@ class Transcript:
         return 0
 
     def _give(self, length: int, *, last: bool = False) -> Piece:
-        text, self._held = self._held[:length], self._held[length:]
+        text, self._free, self._held = self._free + self._held[:length], "", self._held[length:]
         self._num_given += len(text)
         ready = [one for one in self._waiting if last or one.offset < self._num_given]
         self._waiting = self._waiting[len(ready) :]
         return Piece(text, tuple(ready))
 
 
-class Answer:
-    """A request that was submitted. Belongs to the event loop that made it; `cancel` it in the end, in any case."""
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One text of an answer, and the engine's request behind it."""
 
-    def __init__(
+    index: int
+    request: Request
+    transcript: Transcript
+    echo: str = ""  # what is said before anything else, as long as it was not
+    handoff: Sending | Taking | None = None  # the engine forgets it when it is done
+    finish_reason: str | None = None  # known, like the usage, when it is over
+    usage: Usage | None = None
+    ticket: Ticket | None = None  # of one that goes on elsewhere
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first to its prompt."""
+        return self.request.after is None
+
+    def take(self, output: Output) -> Piece:
+        """More of its text."""
+        piece = self.transcript.push(output.tokens, output.logprobs)
+        if output.finish is not None:
+            rest = self.transcript.finish()
+            piece = Piece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
+            self.finish_reason = str(Finish.STOP if self.transcript.stopped else output.finish)
+        if self.echo and (piece or output.finish is not None):
+            piece, self.echo = Piece(self.echo + piece.text, piece.likelihoods), ""
+        return piece
+
+
+class Answer:
+    """What becomes of a client's request. Belongs to the event loop that made it; `cancel` it in the end, always."""
+
+    def __init__(self, engine: Engine, *, timeout_s: float, until_s: float) -> None:
+        """`until_s` is on the loop's clock. `add` choices, then `begin`."""
+        self.choices: list[Choice] = []
+        self.error: ApiError | None = None  # why there was no answer, or no more of it
+        self.first_s: float | None = None  # on the loop's clock: when its first token came
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[tuple[Choice, Output]] = asyncio.Queue()
+        self._timeout_s = timeout_s
+        self._until_s = until_s
+        self._num_over = 0
+        self._client_left = False
+
+    def add(
         self,
-        engine: Engine,
         transcript: Transcript,
         *,
         name: str,
         prompt: list[int],
         sampling: Sampling,
         salt: bytes,
-        timeout_s: float,
-        until_s: float,
+        echo: str = "",
         handoff: Sending | Taking | None = None,
-    ) -> None:
-        """Submit it; `until_s` is on the loop's clock. Raises what `Engine.submit` raises; then nothing was taken."""
-        self.finish_reason: str | None = None  # known, like the usage, when `next` has said that there is no more
-        self.usage: Usage | None = None
-        self.ticket: Ticket | None = None  # of one that goes on elsewhere, then too
-        self.error: ApiError | None = None  # why there was no answer, or no more of it
-        self.first_s: float | None = None  # on the loop's clock: when its first token came
-        self._engine = engine
-        self._transcript = transcript
-        self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
-        self._timeout_s = timeout_s
-        self._until_s = until_s
-        self._over = False
-        self._client_left = False
-        self._handoff = handoff  # the engine forgets it when it is done
-        self._request = Request(
-            name=name, prompt=prompt, sampling=sampling, salt=salt, listen=self._listen, handoff=handoff
+        after: Choice | None = None,
+    ) -> Choice:
+        """One more choice; `after` another one to the same prompt, which is then computed once."""
+        request = Request(
+            name=name,
+            prompt=prompt,
+            sampling=sampling,
+            salt=salt,
+            listen=lambda output: self._listen(choice, output),
+            handoff=handoff,
+            after=None if after is None else after.request,
         )
-        engine.submit(self._request)
+        choice = Choice(len(self.choices), request, transcript, echo, handoff)
+        self.choices.append(choice)
+        return choice
+
+    def begin(self) -> None:
+        """Submit all choices. Raises what `Engine.submit` raises; then nothing was taken."""
+        self._engine.submit(*(choice.request for choice in self.choices))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer, those of a stop string included."""
-        return self._transcript.num_tokens
+        """Tokens of the answer, those of stop strings included."""
+        return sum(choice.transcript.num_tokens for choice in self.choices)
 
     @property
-    def name(self) -> str:
-        """What the engine calls it."""
-        return self._request.name
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its prompts, each counted once."""
+        return sum(len(choice.request.prompt) for choice in self.choices if choice.leads)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why its first choice ended; known when all have."""
+        return self.choices[0].finish_reason if self._num_over == len(self.choices) else None
+
+    @property
+    def usage(self) -> Usage | None:
+        """What it cost; known when all choices have ended."""
+        found = [(choice.leads, choice.usage) for choice in self.choices if choice.usage is not None]
+        return total_usage(found) if len(found) == len(self.choices) else None
 
     @property
     def handoff(self) -> Sending | Taking | None:
         """Where it goes, or came from."""
-        return self._handoff
+        return self.choices[0].handoff
 
     @property
     def pool_s(self) -> float | None:
-        """Seconds that a handoff spent in the pool; known when the first token is there."""
-        return self._request.pool_s
+        """Seconds that handoffs spent in the pool; known when the first token is there."""
+        return max((one for choice in self.choices if (one := choice.request.pool_s) is not None), default=None)
 
     @property
     def state(self) -> str:
         """Where it is, for people."""
-        return str(self._request.phase)
+        under_way = (choice for choice in self.choices if choice.finish_reason is None)
+        return str(next(under_way, self.choices[0]).request.phase)
 
     @property
     def waits_for_pool(self) -> bool:
         """Whether it waits for the pool, and still has time to: then nothing needs to get done for it here."""
-        moving = self._request.phase in (Phase.FETCHING, Phase.SENDING)
-        return moving and self._handoff is not None and time.monotonic() < self._handoff.until_s
+        now_s = time.monotonic()
+        return any(
+            choice.request.phase in (Phase.FETCHING, Phase.SENDING)
+            and choice.handoff is not None
+            and now_s < choice.handoff.until_s
+            for choice in self.choices
+        )
 
-    async def next(self) -> Piece | None:
-        """More of the answer, None at its end. Raises ApiError if there is none, or no more in time; ClientLeft."""
+    async def next(self) -> tuple[Choice, Piece] | None:
+        """More of a choice, or that it is over (it has a finish_reason then); None when all are.
+
+        Raises ApiError if there is no answer, or no more of it in time; ClientLeft.
+        """
         try:
             return await self._next()
         except ApiError as error:
             self.error = error
             raise
 
-    async def _next(self) -> Piece | None:
-        while self.finish_reason is None:
-            output = await self._output()
+    async def _next(self) -> tuple[Choice, Piece] | None:
+        while self._num_over < len(self.choices):
+            choice, output = await self._output()
             if self.first_s is None and output.tokens:
                 self.first_s = self._loop.time()
-            piece = self._transcript.push(output.tokens, output.logprobs)
-            if self._transcript.stopped:
-                self._engine.cancel(self._request)  # it says when it is over, and what it cost
             if output.finish is not None:
-                self._end(output)
-                rest = self._transcript.finish()
-                piece = Piece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
-                self.finish_reason = str(Finish.STOP if self._transcript.stopped else output.finish)
-            if piece:
-                return piece
+                self._end(choice, output)
+            piece = choice.take(output)
+            if choice.transcript.stopped and output.finish is None:
+                self._engine.cancel(choice.request)  # it says when it is over, and what it cost
+            if piece or output.finish is not None:
+                return choice, piece
         return None
 
     def cancel(self) -> None:
         """Nobody wants it any more. Does not wait: the engine frees what it holds at its next step. Idempotent."""
-        if not self._over:
-            self._engine.cancel(self._request)
+        for choice in self.choices:
+            if choice.usage is None:
+                self._engine.cancel(choice.request)
 
     def leave(self) -> None:
         """The client went away: whoever waits in `next` hears so."""
         self._client_left = True
         self.cancel()
 
-    async def _output(self) -> Output:
+    async def _output(self) -> tuple[Choice, Output]:
         try:
             async with asyncio.timeout_at(self._until_s):
                 return await self._outputs.get()
@@ -214,22 +287,54 @@ class Answer:
             self.cancel()
             raise too_late(self._timeout_s) from error
 
-    def _end(self, output: Output) -> None:
-        self._over = True
-        self.usage, self.ticket = output.usage, output.ticket
+    def _end(self, choice: Choice, output: Output) -> None:
+        self._num_over += 1
+        choice.usage, choice.ticket = output.usage, output.ticket
         if self._client_left:
             raise ClientLeft("the client went away")
+        if choice.transcript.stopped:  # it was complete before
+            return
         if output.finish is Finish.REFUSED:
             raise no_room()
+        if output.finish is Finish.NOT_FINITE:
+            raise not_finite()
         if output.finish is Finish.FAILED:
             raise _failure(output)
-        if output.finish is Finish.CANCELLED and not self._transcript.stopped:
+        if output.finish is Finish.CANCELLED:
             raise closing()
 
-    def _listen(self, output: Output) -> None:
+    def _listen(self, choice: Choice, output: Output) -> None:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, (choice, output))
+
+
+def total_usage(found: Sequence[tuple[bool, Usage]]) -> Usage:
+    """What several choices cost together. Prompts, and what was cached of them, count once: where the first is true.
+
+    What tiers gave and what was computed is of all choices: those that come after the first find its blocks.
+    """
+    if len(found) == 1:
+        return found[0][1]
+    usages, leads = [usage for _, usage in found], [usage for first, usage in found if first]
+    tiers = {tier for usage in usages for tier in usage.cached_by_tier}
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in leads),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in leads),
+        cached_by_tier={tier: sum(usage.cached_by_tier.get(tier, 0) for usage in usages) for tier in tiers},
+        computed_tokens=sum(usage.computed_tokens for usage in usages),
+        ttft_s=_least(usage.ttft_s for usage in usages),
+        total_s=max(usage.total_s for usage in usages),
+        preemptions=sum(usage.preemptions for usage in usages),
+        queue_s=_least(usage.queue_s for usage in usages),
+        pool_s=max((usage.pool_s for usage in usages if usage.pool_s is not None), default=None),
+        num_pool_bytes=sum(usage.num_pool_bytes for usage in usages),
+    )
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _failure(output: Output) -> ApiError:

@@ -6,6 +6,7 @@ generates is in `service.py` and `generate.py`, what routers ask for in `tickets
 """
 
 import asyncio
+from dataclasses import asdict
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
@@ -67,6 +68,7 @@ def create_app(service: Service) -> Starlette:
             "created": started_s,
             "owned_by": "headwater",
             "max_model_len": running.engine.max_tokens,
+            "sampling_defaults": asdict(running.defaults),  # what is done where a request says nothing
         }
 
     async def models(http: Request) -> Response:

@@ -128,6 +128,16 @@ def too_late(timeout_s: float) -> ApiError:
     return ApiError(504, f"the answer took longer than {timeout_s:g} s", kind="server_error", code="timeout")
 
 
+def not_finite() -> ApiError:
+    """500: the model's numbers are none, so there is no token to say; what was said before stands."""
+    return ApiError(
+        500,
+        "the model computed NaN or infinity for this request: its weights are damaged, or overflow in this dtype",
+        kind="server_error",
+        code="not_finite",
+    )
+
+
 def internal() -> ApiError:
     """500: our fault. What happened is in the server's log and nowhere else."""
     return ApiError(500, "the server failed to answer this request", kind="server_error", code="internal_error")

@@ -5,7 +5,7 @@ Invariant: a stream begins with the first piece of text, so what fails before it
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
@@ -13,11 +13,12 @@ from headwater.core.role import Role
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
 from headwater.serve.answer import Answer, ClientLeft, Piece
+from headwater.serve.asked import Asked
 from headwater.serve.body import Fields
 from headwater.serve.door import body_of
 from headwater.serve.errors import ApiError
-from headwater.serve.logprobs import token_name
-from headwater.serve.openai import Api, Asked, Head, usage_document
+from headwater.serve.logprobs import token_id, token_name
+from headwater.serve.openai import Api, Head, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
 
@@ -71,10 +72,10 @@ class Generate(Endpoint):
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, api = self._service, self._api
         body = await body_of(arrival.http, service.config.max_body_bytes)
-        prompt = await service.read(api, Fields(body))
-        answer = service.submit(arrival, api, prompt)
+        question = await service.read(api, Fields(body))
+        answer = service.submit(arrival, api, question)
         with service.answering(arrival, answer):
-            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+            await Reply(service, arrival, api, question.asked, answer).send(send)
 
 
 class Reply:
@@ -98,30 +99,38 @@ class Reply:
             await response(self._arrival.http.scope, self._arrival.http.receive, send)
 
     async def _whole(self) -> dict[str, Any]:
-        answer, pieces = self._answer, []
-        while (piece := await answer.next()) is not None:
-            pieces.append(piece)
-        whole = Piece("".join(one.text for one in pieces), tuple(like for one in pieces for like in one.likelihoods))
-        choice = self._api.choice(whole, answer.finish_reason, self._name)
-        return self._head.document(self._api.whole, [choice], usage=self._usage())
+        answer = self._answer
+        pieces: list[list[Piece]] = [[] for _ in answer.choices]
+        while (more := await answer.next()) is not None:
+            choice, piece = more
+            pieces[choice.index].append(piece)
+        choices = [
+            self._api.choice(choice.index, _joined(pieces[choice.index]), choice.finish_reason, self._name)
+            for choice in answer.choices
+        ]
+        return self._head.document(self._api.whole, choices, usage=self._usage())
 
     async def _stream(self, send: Send) -> None:
-        answer, head, include_usage = self._answer, self._head, self._asked.include_usage
-        more = {"usage": None} if include_usage else {}
+        answer, head, asked = self._answer, self._head, self._asked
+        silent = set(range(len(answer.choices)))  # choices of which nothing was said yet
 
-        async def event(piece: Piece, finish_reason: str | None, *, first: bool) -> None:
-            choice = self._api.delta(piece, finish_reason, self._name, first=first)
-            await _send_event(send, head.document(self._api.part, [choice], **more))
+        async def event(index: int, piece: Piece, finish_reason: str | None = None) -> None:
+            choice = self._api.delta(index, piece, finish_reason, self._name, first=index in silent)
+            silent.discard(index)
+            await _send_event(send, head.document(self._api.part, [choice], **self._usage_so_far()))
 
-        piece, first = await answer.next(), True
+        more = await answer.next()
         times = [(name.encode(), value.encode()) for name, value in self._times()]
         await send({"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *times]})
         try:
-            while piece is not None:
-                await event(piece, None, first=first)
-                piece, first = await answer.next(), False
-            await event(Piece(), answer.finish_reason, first=first)
-            if include_usage:
+            while more is not None:
+                choice, piece = more
+                if piece:
+                    await event(choice.index, piece)
+                if choice.finish_reason is not None:
+                    await event(choice.index, Piece(), choice.finish_reason)
+                more = await answer.next()
+            if asked.include_usage:
                 await _send_event(send, head.document(self._api.part, [], usage=self._usage()))
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         except ApiError as error:  # too late for a status
@@ -137,6 +146,14 @@ class Reply:
         }
         return [(name, f"{seconds:.6f}") for name, seconds in found.items() if seconds is not None]
 
+    def _usage_so_far(self) -> dict[str, Any]:
+        """What each event says of it."""
+        if not self._asked.include_usage:
+            return {}
+        if not self._asked.continuous_usage:
+            return {"usage": None}
+        return {"usage": token_counts(self._answer.num_prompt_tokens, self._answer.num_tokens)}
+
     def _usage(self) -> dict[str, Any] | None:
         usage = self._answer.usage
         if usage is None:
@@ -145,7 +162,11 @@ class Reply:
         return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases)
 
     def _name(self, token: int) -> str:
-        return token_name(self._service.running.tokenizer, token)
+        return token_id(token) if self._asked.tokens_as_ids else token_name(self._service.running.tokenizer, token)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    return Piece("".join(one.text for one in pieces), tuple(like for one in pieces for like in one.likelihoods))
 
 
 async def _send_event(send: Send, document: Mapping[str, Any]) -> None:

@@ -17,7 +17,12 @@ _LEAST: Final = -9999.0  # JSON has no infinity
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """A token's text, or its number where its bytes alone are no text."""
     text = tokenizer.decode([token], skip_special_tokens=False)
-    return text if text and "\ufffd" not in text else f"{_BY_NUMBER}{token}"
+    return text if text and "\ufffd" not in text else token_id(token)
+
+
+def token_id(token: int) -> str:
+    """A token's number."""
+    return f"{_BY_NUMBER}{token}"
 
 
 def completion_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> Document | None:

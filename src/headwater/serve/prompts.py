@@ -3,16 +3,22 @@
 from headwater.core.errors import InvalidInput
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import errors
-from headwater.serve.openai import Api, Asked, Messages
+from headwater.serve.asked import Messages, Prompt
+from headwater.serve.openai import Api
 
 
-def encode(tokenizer: Tokenizer, api: Api, asked: Asked) -> list[int]:
-    """The prompt's tokens. A long text takes a while. Raises ApiError for messages that the chat template refuses."""
-    if isinstance(asked.prompt, str):
-        return tokenizer.encode(asked.prompt)
-    if isinstance(asked.prompt, Messages):
+def encode(tokenizer: Tokenizer, api: Api, prompt: Prompt, *, add_special_tokens: bool) -> list[int]:
+    """A prompt's tokens. A long text takes a while. Raises ApiError for messages that the chat template refuses."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    if isinstance(prompt, Messages):
         try:
-            return tokenizer.encode_chat(asked.prompt.messages)
+            return tokenizer.encode_chat(
+                prompt.messages,
+                add_special_tokens=add_special_tokens,
+                add_generation_prompt=prompt.add_generation_prompt,
+                variables=prompt.variables,
+            )
         except InvalidInput as error:
             raise errors.invalid(api.prompt_param, str(error)) from error
-    return asked.prompt
+    return prompt

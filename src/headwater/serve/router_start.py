@@ -73,6 +73,7 @@ def open_router(
 
 def reader(model: Path | None) -> Read:
     """What turns bodies into tokens: all of them with a model's directory, without one those that hold tokens."""
+    from headwater.serve.asked import Messages, salt_of
     from headwater.serve.body import Fields
     from headwater.serve.errors import ApiError
     from headwater.serve.openai import Chat, Completions  # loads torch
@@ -88,16 +89,18 @@ def reader(model: Path | None) -> Read:
         tokenizer = load_tokenizer(model)
 
     def read(endpoint: str, body: Mapping[str, object]) -> Asking | None:
+        api, fields = apis[endpoint], Fields(body)  # of which only the prompt matters here: nodes know the rest
         try:
-            asked = apis[endpoint].read(Fields(body))
-            if isinstance(asked.prompt, list):
-                tokens = asked.prompt
+            prompt = api.prompts(fields)[0]
+            if isinstance(prompt, list):
+                tokens = prompt
             elif tokenizer is not None:
-                tokens = encode(tokenizer, apis[endpoint], asked)
+                added = fields.flag("add_special_tokens", default=not isinstance(prompt, Messages))
+                tokens = encode(tokenizer, api, prompt, add_special_tokens=added)
             else:
                 return None
+            return Asking(tokens, salt_of(fields))
         except (ApiError, InvalidInput):  # a node will say what is wrong with it
             return None
-        return Asking(tokens, asked.salt)
 
     return read

@@ -14,7 +14,7 @@ Invariants:
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,13 +24,15 @@ from headwater.config import ServeConfig
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
 from headwater.disagg.relay import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
+from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
 from headwater.serve.answer import Answer, Transcript
+from headwater.serve.asked import Asked
 from headwater.serve.body import Fields
 from headwater.serve.door import request_id, timeout_s
 from headwater.serve.errors import ApiError
-from headwater.serve.openai import Api, Asked
+from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import encode
 
@@ -64,11 +66,11 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is asked, with the prompt in tokens."""
+class Question:
+    """What is asked, with the prompts in tokens."""
 
     asked: Asked
-    tokens: list[int]
+    prompts: list[list[int]]
 
 
 class Service:
@@ -145,60 +147,123 @@ class Service:
                 answer.cancel()
 
     def _count(self, answer: Answer) -> None:
-        usage, metrics = answer.usage, self.running.metrics
-        if usage is None:
-            return
-        metrics.count("prompt_tokens_total", usage.prompt_tokens)
-        metrics.count("generated_tokens_total", usage.completion_tokens)
-        metrics.observe("answer_seconds", usage.total_s)
-        if usage.ttft_s is not None:
-            metrics.observe("ttft_seconds", usage.ttft_s)
-        if answer.handoff is not None and answer.finish_reason is not None:
-            for name, seconds in phases_of(usage, answer.handoff).items():
-                metrics.observe("pd_phase_seconds", seconds, phase=name.removesuffix("_s"))
+        metrics = self.running.metrics
+        for choice in answer.choices:
+            usage = choice.usage
+            if usage is None:
+                continue
+            metrics.count("prompt_tokens_total", usage.prompt_tokens if choice.leads else 0)
+            metrics.count("generated_tokens_total", usage.completion_tokens)
+            metrics.observe("answer_seconds", usage.total_s)
+            if usage.ttft_s is not None:
+                metrics.observe("ttft_seconds", usage.ttft_s)
+            if choice.handoff is not None and choice.finish_reason is not None:
+                for name, seconds in phases_of(usage, choice.handoff).items():
+                    metrics.observe("pd_phase_seconds", seconds, phase=name.removesuffix("_s"))
 
     # --- into the engine ----------------------------------------------------------------------------------------------
 
-    async def read(self, api: Api, body: Fields) -> Prompt:
+    async def read(self, api: Api, body: Fields) -> Question:
         """What a body asks for. Raises ApiError."""
         asked = api.read(body)
         if asked.model not in (None, self.running.name):
             raise errors.unknown_model(asked.model or "", self.running.name)
-        tokens = await asyncio.to_thread(encode, self.running.tokenizer, api, asked)  # a long text takes a while
-        return Prompt(asked, tokens)
+        self._check(asked, api)
+        prompts = await asyncio.to_thread(self._encode, api, asked)  # a long text takes a while
+        return Question(asked, prompts)
 
-    def submit(self, arrival: Arrival, api: Api, prompt: Prompt, *, handoff: Sending | Taking | None = None) -> Answer:
-        """Give it to the engine. Raises ApiError; then nothing was begun."""
-        asked = prompt.asked
-        try:
-            return Answer(
-                self.running.engine,
-                Transcript(self.running.tokenizer.stream(), asked.stops),
-                name=arrival.name,
-                prompt=prompt.tokens,
-                sampling=Sampling(
-                    max_tokens=self._max_tokens(api, prompt),
-                    temperature=asked.temperature,
-                    top_p=asked.top_p,
-                    seed=asked.seed,
-                    logprobs=asked.logprobs,
-                    ignore_eos=asked.ignore_eos,
-                ),
-                # Without a cache each request is a tenant of its own, whose blocks nobody else can find.
-                salt=asked.salt if self.config.cache else secrets.token_bytes(32),
-                timeout_s=arrival.timeout_s,
-                until_s=arrival.arrived_s + arrival.timeout_s,
-                handoff=handoff,
+    def _encode(self, api: Api, asked: Asked) -> list[list[int]]:
+        added = asked.add_special_tokens
+        return [encode(self.running.tokenizer, api, one, add_special_tokens=added) for one in asked.prompts]
+
+    def _check(self, asked: Asked, api: Api) -> None:
+        """Refuse what this server and this model can never do."""
+        engine, vocab_size = self.running.engine, self.running.engine.model.vocab_size
+        if asked.num_answers > engine.max_requests:
+            message = (
+                f"{asked.num_answers} answers are more than the {engine.max_requests} that this server takes at once"
             )
+            raise errors.invalid("n" if asked.num_choices > 1 else api.prompt_param, message)
+        for name, tokens in (("logit_bias", dict(asked.logit_bias).keys()), ("stop_token_ids", asked.stop_ids)):
+            unknown = next((token for token in tokens if token >= vocab_size), None)
+            if unknown is not None:
+                message = f"{name} names the token {unknown}, and the vocabulary has {vocab_size}"
+                raise errors.invalid(name, message)
+
+    def submit(
+        self, arrival: Arrival, api: Api, question: Question, *, handoffs: Sequence[Sending | Taking] = ()
+    ) -> Answer:
+        """Give it to the engine, all of it or nothing. Raises ApiError; then nothing was begun.
+
+        `handoffs`, one for each prompt: only its first choice comes from another node, or goes to one. The other
+        choices are computed where the prompt's blocks are read to.
+        """
+        asked = question.asked
+        answer = Answer(self.running.engine, timeout_s=arrival.timeout_s, until_s=arrival.arrived_s + arrival.timeout_s)
+        for i, tokens in enumerate(question.prompts):
+            handoff = handoffs[i] if handoffs else None
+            # Without a cache each prompt is a tenant of its own, whose blocks nobody else can find.
+            salt = asked.salt if self.config.cache else secrets.token_bytes(32)
+            max_tokens = self._max_tokens(api, asked, len(tokens))
+            first = None
+            for number in range(1 if isinstance(handoff, Sending) else asked.num_choices):
+                choice = answer.add(
+                    Transcript(
+                        self.running.tokenizer.stream(skip_special_tokens=asked.skip_special_tokens),
+                        asked.stops,
+                        include_stop=asked.include_stop,
+                        min_tokens=asked.min_tokens,
+                    ),
+                    name=arrival.name if asked.num_answers == 1 else f"{arrival.name}/{len(answer.choices)}",
+                    prompt=tokens,
+                    sampling=self._sampling(asked, max_tokens, number),
+                    salt=salt,
+                    echo=self._echo(asked, i, tokens) if asked.echo else "",
+                    handoff=handoff if first is None else None,
+                    after=first,
+                )
+                first = first or choice
+        try:
+            answer.begin()
         except QueueFull as error:
             raise errors.queue_full() from error
         except ResourceClosed as error:
             raise errors.closing() from error
         except InvalidInput as error:
             raise errors.invalid(api.prompt_param, str(error)) from error
+        return answer
 
-    def _max_tokens(self, api: Api, prompt: Prompt) -> int:
-        wanted, limit, num_prompt = prompt.asked.max_tokens, self.running.engine.max_tokens, len(prompt.tokens)
+    def _sampling(self, asked: Asked, max_tokens: int, number: int) -> Sampling:
+        """How a prompt's choice of that number is drawn: what nobody said is the model's default."""
+        unsaid = self.running.defaults
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=asked.min_tokens,
+            temperature=unsaid.temperature if asked.temperature is None else asked.temperature,
+            top_p=unsaid.top_p if asked.top_p is None else asked.top_p,
+            top_k=unsaid.top_k if asked.top_k is None else asked.top_k,
+            min_p=unsaid.min_p if asked.min_p is None else asked.min_p,
+            repetition_penalty=(
+                unsaid.repetition_penalty if asked.repetition_penalty is None else asked.repetition_penalty
+            ),
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            logit_bias=asked.logit_bias,
+            seed=None if asked.seed is None else seed_of_choice(asked.seed, number),
+            stop_ids=asked.stop_ids,
+            logprobs=asked.logprobs,
+            ignore_eos=asked.ignore_eos,
+        )
+
+    def _echo(self, asked: Asked, number: int, tokens: list[int]) -> str:
+        """A prompt as text."""
+        prompt = asked.prompts[number]
+        if isinstance(prompt, str):
+            return prompt
+        return self.running.tokenizer.decode(tokens, skip_special_tokens=asked.skip_special_tokens)
+
+    def _max_tokens(self, api: Api, asked: Asked, num_prompt: int) -> int:
+        wanted, limit = asked.max_tokens, self.running.engine.max_tokens
         room = limit - num_prompt
         if room < 1:
             message = f"the prompt has {num_prompt} tokens, and with its answer may have {limit}"
@@ -208,7 +273,10 @@ class Service:
                 f"the prompt has {num_prompt} tokens and {wanted} are to be generated; together they may be {limit}"
             )
             raise errors.too_long("max_tokens", message)
-        return wanted or min(room, api.default_max_tokens or room)
+        most = wanted or min(room, api.default_max_tokens or room)
+        if asked.min_tokens > most:
+            raise errors.invalid("min_tokens", f"min_tokens is {asked.min_tokens}, and at most {most} are generated")
+        return most
 
 
 async def _notice_leaving(http: Request, answer: Answer) -> None:

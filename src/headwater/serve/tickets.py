@@ -27,7 +27,7 @@ from headwater.serve.errors import HandoffFailed
 from headwater.serve.generate import Endpoint, Reply
 from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.phases import phases_of
-from headwater.serve.service import Arrival, Prompt
+from headwater.serve.service import Arrival, Question
 
 try:
     from starlette.responses import JSONResponse
@@ -43,6 +43,7 @@ ATTEMPTS: Final = "/pd/attempts"
 
 _APIS: Final[dict[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
+_SEVERAL: Final = "tickets"  # of a body with several prompts, one for each
 
 
 class _Asked(Endpoint):
@@ -56,7 +57,7 @@ class _Asked(Endpoint):
         if role is not self.role:
             raise errors.wrong_role(f"this is a {role} node, and {self.path} wants one with --role {self.role}")
 
-    async def _read(self, arrival: Arrival, limit_bytes: int) -> tuple[Fields, Api, Prompt]:
+    async def _read(self, arrival: Arrival, limit_bytes: int) -> tuple[Fields, Api, Question]:
         """The router's envelope, and what the client asks in it."""
         fields = Fields(await body_of(arrival.http, limit_bytes))
         endpoint = fields.text("endpoint")
@@ -77,13 +78,13 @@ class Prefill(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service = self._service
-        _, api, prompt = await self._read(arrival, service.config.max_body_bytes + _TICKET_BYTES)
+        _, api, question = await self._read(arrival, service.config.max_body_bytes + _TICKET_BYTES)
         handoff = Sending(
             until_s=time.monotonic() + arrival.left_s,
             timeout_s=service.config.pd_timeout_s,
             request=arrival.request_id,
         )
-        answer = service.submit(arrival, api, prompt, handoff=handoff)
+        answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
         with service.answering(arrival, answer), _Line(self.path, arrival, answer):
             while await answer.next() is not None:
                 pass
@@ -98,22 +99,34 @@ class Decode(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, config = self._service, self._service.config
-        fields, api, prompt = await self._read(arrival, config.max_body_bytes + _TICKET_BYTES)
-        ticket = await asyncio.to_thread(self._ticket, fields.get("ticket"), prompt)
+        fields, api, question = await self._read(arrival, config.max_body_bytes + _TICKET_BYTES)
+        if len(question.prompts) > config.max_running:  # all of them, or none: it would be refused for ever
+            message = f"{len(question.prompts)} prompts are more than the {config.max_running} that run here at once"
+            raise errors.invalid(api.prompt_param, message)
+        tickets = await asyncio.to_thread(self._tickets, fields.get("ticket"), question)
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
-        handoff = Taking(ticket=ticket, until_s=until_s, recompute=config.pd_recompute)
-        answer = service.submit(arrival, api, prompt, handoff=handoff)
+        handoffs = [Taking(ticket=one, until_s=until_s, recompute=config.pd_recompute) for one in tickets]
+        answer = service.submit(arrival, api, question, handoffs=handoffs)
         with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+            await Reply(service, arrival, api, question.asked, answer).send(send)
 
-    def _ticket(self, given: object, prompt: Prompt) -> Ticket:
-        """The ticket, if it can be used here, for this prompt. Raises HandoffFailed."""
+    def _tickets(self, given: object, question: Question) -> list[Ticket]:
+        """A ticket for each prompt, if they can be used here. Raises HandoffFailed."""
+        several = given.get(_SEVERAL) if isinstance(given, dict) else None
+        each = several if isinstance(several, list) else [given]
+        if len(each) != len(question.prompts):
+            message = f"{len(each)} tickets are not for {len(question.prompts)} prompts"
+            raise HandoffFailed(message, reason=Reason.FOREIGN)
+        salt = question.asked.salt
+        return [self._ticket(one, tokens, salt) for one, tokens in zip(each, question.prompts, strict=True)]
+
+    def _ticket(self, given: object, tokens: list[int], salt: bytes) -> Ticket:
         running = self._service.running
         try:
             ticket = decode(json.dumps(given))
             why = running.refusal(ticket) or check_prompt(
-                ticket, prompt.tokens, identity=running.engine.model.identity, salt=prompt.asked.salt
+                ticket, tokens, identity=running.engine.model.identity, salt=salt
             )
         except (InvalidInput, ValueError, RecursionError) as error:
             raise HandoffFailed(str(error), reason=Reason.FOREIGN) from error
@@ -147,13 +160,15 @@ class _Line:
 
 
 def _sent(answer: Answer) -> dict[str, Any]:
-    """What a prefill node says."""
-    ticket, usage = answer.ticket, answer.usage
-    if ticket is None or usage is None:  # it ended well, so there is one
+    """What a prefill node says. Routers pass a ticket on as it is, and look at nothing of it but the identity."""
+    usage = answer.usage
+    tickets = [json.loads(choice.ticket.encode()) for choice in answer.choices if choice.ticket is not None]
+    if usage is None or len(tickets) < len(answer.choices):  # it ended well, so they are there
         raise errors.internal()
     phases = phases_of(usage, answer.handoff)
+    several = {"identity": tickets[0]["identity"], _SEVERAL: tickets}
     return {
-        "ticket": json.loads(ticket.encode()),
+        "ticket": tickets[0] if len(tickets) == 1 else several,
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

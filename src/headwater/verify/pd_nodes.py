@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from headwater.build import open_engine
 from headwater.config import ServeConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.role import Role
 from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Output, Request, Sampling, Sending, Taking, TokenLogprob, Usage
 from headwater.transfer.arena import DeviceCache
 
@@ -130,7 +128,7 @@ class Spoiling(Model):
 
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    ) -> Computed:
         """Spoil, then compute."""
         row = planes.rows[0]
         for span in spans:

@@ -27,6 +27,28 @@ class Span:
     num_logits: int = 1  # for how many of its last positions logits are wanted, 0 .. len(tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave. On CUDA the device may not be done with it."""
+
+    logits: torch.Tensor  # float32 [sum of num_logits, vocab_size], spans in order
+    sums: torch.Tensor  # float32 [tokens]: of what entered each token's last MLP; not finite where a value was not
+    spans: Sequence[slice]  # each span's part of them
+
+    def finite(self) -> list[bool]:
+        """Of each span, whether all its tokens have keys and values that are numbers. Waits for the device.
+
+        What is NaN or infinite in a token's residual stream stays so in every later layer, and so enters its last MLP;
+        and a token attends to itself, so what is NaN in its keys or values comes there too. An infinite key that gets
+        no weight does not: it is what this model computes, and whoever gives it weight has NaN. Nor does what an
+        indexer computes: it chooses positions, and adds nothing.
+        """
+        found = torch.isfinite(self.sums.cpu())
+        if found.all():
+            return [True] * len(self.spans)
+        return [bool(found[span].all()) for span in self.spans]
+
+
 class Model(ABC):
     """A model whose weights are on a device. Frozen after it was made; `forward` is for one thread at a time."""
 
@@ -43,8 +65,8 @@ class Model(ABC):
     @abstractmethod
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
-        """Compute the spans' tokens; return float32 logits [sum of num_logits, vocab_size], spans in order.
+    ) -> Computed:
+        """Compute the spans' tokens.
 
         `before_layer` is called with each layer's number before that layer's planes are read or written: it may block,
         and what it raises ends the forward.

@@ -14,7 +14,7 @@ from torch.nn import functional
 from headwater.core.errors import InvalidInput
 from headwater.core.identity import CacheIdentity
 from headwater.engine.attention.base import Attention
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.models.layers import Weights
 from headwater.engine.models.rope import Rope, Rotation
 from headwater.engine.models.settings import Settings
@@ -85,7 +85,7 @@ class Decoder(Model):
     @torch.no_grad()
     def forward(
         self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
-    ) -> Tensor:
+    ) -> Computed:
         """Compute the spans' tokens; see `Model.forward`."""
         if planes.layout != self.layout:
             raise InvalidInput("the planes were made for another layout than this model's")
@@ -95,17 +95,21 @@ class Decoder(Model):
         limits = Limits(self.vocab_size, self.max_positions, planes.num_blocks, self.block_tokens)
         step = plan(spans, limits=limits, heads=net.attention.heads, device=self.device)
         if not spans:
-            return torch.empty(0, self.vocab_size, dtype=torch.float32, device=self.device)
+            return Computed(torch.empty(0, self.vocab_size, device=self.device), torch.empty(0), ())
         rotation = self._rope.at(step.positions, self.dtype)
         x = functional.embedding(step.tokens, net.embedding)
+        sums = x[:, 0]  # of the last layer, in the end
         for layer, block in enumerate(net.blocks):
             if before_layer is not None:
                 before_layer(layer)
             x += block.attention(
                 self._normed(x, block.input_norm), planes=planes, layer=layer, step=step, rotation=rotation
             )
+            if layer == len(net.blocks) - 1:  # the last MLP makes logits, and no keys and values
+                sums = x.sum(dim=-1, dtype=torch.float32)
             x += block.mlp(self._normed(x, block.mlp_norm))
-        return functional.linear(self._normed(x.index_select(0, step.logits), net.norm), net.head).float()
+        logits = functional.linear(self._normed(x.index_select(0, step.logits), net.norm), net.head).float()
+        return Computed(logits, sums, step.spans)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._network.eps)

@@ -18,6 +18,7 @@ from headwater.engine.models.decoder import Network, Options, build_network
 from headwater.engine.models.layers import Mlp, Moe, Routing, Scoring, Weights
 from headwater.engine.models.rope import Rope, Rotation, read_rope
 from headwater.engine.models.settings import Settings
+from headwater.engine.models.unbuilt import refuse_unbuilt
 from headwater.engine.step import Step
 from headwater.layout.spec import DType
 from headwater.transfer.arena import DeviceCache
@@ -164,6 +165,7 @@ def _build(
     attention: MlaAttention | DsaAttention,
     scoring: Scoring,
 ) -> Network:
+    refuse_unbuilt(config, window_unless_said=True)
     config.expect("hidden_act", "silu", why="other activations are not built")
     config.expect("mlp_bias", False, why="biases of experts are not built")  # noqa: FBT003
     config.expect("moe_layer_freq", 1, why="every layer behind the dense ones has experts here")

@@ -13,22 +13,26 @@ from headwater.engine.models.decoder import Network, Options, build_network
 from headwater.engine.models.layers import Mlp, Weights, joined
 from headwater.engine.models.rope import Rotation, read_rope
 from headwater.engine.models.settings import Settings
+from headwater.engine.models.unbuilt import refuse_unbuilt
 from headwater.engine.step import Step
 from headwater.transfer.arena import DeviceCache
 
 
 def build_llama(config: Settings, weights: Weights, options: Options) -> Network:
     """Build a Llama."""
+    refuse_unbuilt(config, window_unless_said=True)
     return _build(config, weights, options, qkv_bias=config.flag("attention_bias", default=False))
 
 
 def build_qwen2(config: Settings, weights: Weights, options: Options) -> Network:
     """Build a Qwen2."""
+    refuse_unbuilt(config, window_unless_said=False)
     return _build(config, weights, options, qkv_bias=True, o_bias=False)
 
 
 def build_qwen3(config: Settings, weights: Weights, options: Options) -> Network:
     """Build a Qwen3."""
+    refuse_unbuilt(config, window_unless_said=False)
     return _build(config, weights, options, qkv_bias=config.flag("attention_bias", default=False), head_norms=True)
 
 
@@ -89,9 +93,6 @@ def _build(
     head_norms: bool = False,
 ) -> Network:
     config.expect("hidden_act", "silu", why="other activations are not built")
-    config.expect("use_sliding_window", False, why="sliding windows are not built")  # noqa: FBT003
-    if set(config.strings("layer_types")) - {"full_attention"}:
-        raise config.error("layer_types", "full_attention in every layer")
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:

@@ -16,6 +16,11 @@ from headwater.core.errors import InvalidInput
 from headwater.engine.models.settings import Settings
 
 KNOWN: Final = ("default", "llama3", "yarn")
+_FIELDS: Final = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor"),  # llama3
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate", "finetuned"),  # yarn
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,17 @@ def read_rope(config: Settings, dim: int) -> Rope:
     Both spellings are read: `rope_parameters`, and the older `rope_scaling` beside `rope_theta`.
     """
     scaling = config.part("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    newer = config.values.get("rope_parameters")
+    if newer and newer != scaling.values:
+        raise InvalidInput(f"{config.where}: rope_scaling and rope_parameters are both there, and say different things")
     scaling.expect("partial_rotary_factor", 1, 1.0, why="heads are rotated whole here")
     theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in KNOWN:
         raise InvalidInput(f"{scaling.where}: rope type {kind!r} is not known; known are {', '.join(KNOWN)}")
+    for name in scaling.values:
+        if name in scaling and name not in _FIELDS:
+            raise InvalidInput(f"{scaling.where}: {name} is not known; known are {', '.join(_FIELDS)}")
     if dim % 2:
         raise InvalidInput(f"{config.where}: an odd number of values ({dim}) cannot be rotated")
     plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

@@ -1,14 +1,25 @@
 """A model's config.json, read with care: every value is checked for its type, and a bad one is named.
 
+Sizes have bounds, far above what there is, so that a file that lies is refused and not built for ever.
+
 Not a schema of all models: each family asks for what it needs.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar, overload
+from typing import Final, TypeVar, overload
 
 from headwater.core.errors import InvalidInput
 
 _T = TypeVar("_T")
+
+_MOST: Final = {
+    "num_hidden_layers": 1 << 10,
+    "n_routed_experts": 1 << 12,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "original_max_position_embeddings": 1 << 31,
+}
+_MOST_OTHERS: Final = 1 << 18  # three of them multiplied are still a size that torch can say
 
 
 class Settings:
@@ -23,10 +34,12 @@ class Settings:
         return self.values.get(name) is not None
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive int."""
-        value = self._get(name, default)
+        """A positive int, within bounds."""
+        value, most = self._get(name, default), _MOST.get(name, _MOST_OTHERS)
         if type(value) is not int or value < 1:
             raise self.error(name, "a positive integer")
+        if value > most:
+            raise self.error(name, f"at most {most}")
         return value
 
     @overload
