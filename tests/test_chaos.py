@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import router_kit
+from fleet_kit import signature
 from headwater.cli import app
 from headwater.testing import chaos, chaos_load
 from headwater.testing.chaos import Ground, Options
@@ -121,7 +122,9 @@ def test_a_node_that_dies_in_its_heartbeat_is_no_error_of_the_router(caplog: pyt
     with router_kit.world() as found:
         parts = urlsplit(found.url)
         with socket.create_connection((parts.hostname or "", parts.port or 0)) as node:
+            signed = "".join(f"{name}: {value}\r\n" for name, value in signature(found.url, "/pd/nodes", b"").items())
             node.sendall(b"POST /pd/nodes HTTP/1.1\r\nhost: one\r\ncontent-type: application/json\r\n")
+            node.sendall(signed.encode())
             node.sendall(b'content-length: 500\r\n\r\n{"node": "prefill-0", "url": "http')
         found.until(lambda: 'endpoint="/pd/nodes",status=' in found.client.get("/metrics").text)
         assert 'endpoint="/pd/nodes",status="gone"} 1' in found.client.get("/metrics").text

@@ -5,10 +5,12 @@ vLLM's place is taken by a server that says what it is told to; the pool is a re
 
 import asyncio
 import json
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -19,13 +21,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from fleet_kit import KEY, Signed
 from headwater.core.errors import InvalidInput
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.core.role import Role
+from headwater.disagg.node_auth import AUTH, Authenticator, node_called
 from headwater.disagg.relay import ATTEMPT, TIMEOUT
 from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
+from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
+from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.sockets import setup
 from headwater.serve.vllm_client import Facts, Vllm, VllmGone
 from headwater.serve.vllm_node import NodeOptions, VllmNode
@@ -33,6 +39,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import SamplePage, items, sample_chain
 from headwater.testing.stores import soon
 
+WHO = node_called("node", "http://node")
 IDENTITY = CacheIdentity(model="m", weights=bytes(32), config=bytes(32), layout=bytes(32), block_tokens=16)
 ANSWER = {"choices": [{"text": "ab", "token_ids": [1, 2]}], "usage": {"prompt_tokens": 70}}
 
@@ -107,15 +114,32 @@ async def at(
 ) -> None:
     """Ask a node."""
     vllm, pool = Vllm(stand.url), more.pop("pool")
-    options = NodeOptions(vllm=stand.url, role=role, **{"pool_timeout_s": 0.3, **more})
+    options = NodeOptions(vllm=stand.url, role=role, node_key=KEY, **{"pool_timeout_s": 0.3, **more})
+    fleet = FleetGuard(Authenticator(KEY, WHO))
     try:
-        node = VllmNode(options, await vllm.facts(20.0), vllm, pool, metrics=Metrics())
+        node = VllmNode(options, await vllm.facts(20.0), vllm, pool, fleet=fleet, metrics=Metrics())
         transport = httpx2.ASGITransport(node.app())
-        async with httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=30.0) as client:
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://node", auth=Signed(WHO), timeout=30.0
+        ) as client:
             await use(client, node)
         assert node.num_requests == 0
+        await node.stop()
     finally:
         await vllm.aclose()
+
+
+def ticket(**more: Any) -> dict[str, Any]:
+    """As a prefill node gives it, of what `envelope` asks."""
+    made = VllmTicket(
+        model=FACTS.model,
+        identity=FACTS.identity,
+        body=body_digest(envelope()["body"]),
+        num_prompt_tokens=70,
+        nonce=secrets.token_hex(32),
+        expires_at_ms=int((time.time() + 60) * 1000),
+    )
+    return replace(made, **more).sealed(KEY).document()
 
 
 def envelope(**more: Any) -> dict[str, Any]:
@@ -210,8 +234,8 @@ def test_pages_survive_being_said(stand: Stand) -> None:
 
 def test_a_ticket_of_another_model_is_refused(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
-        for ticket in ({"identity": "00"}, None, 7):
-            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+        for given in (ticket(identity="00"), {"identity": FACTS.identity}, {"identity": "00"}, None, 7):
+            found = await client.post("/pd/decode", json=envelope(ticket=given))
             assert (found.status_code, found.json()["kind"]) == (502, "foreign")
         assert len(stand.asked) == 1, "vLLM was asked who it is, and nothing else"
 
@@ -220,8 +244,6 @@ def test_a_ticket_of_another_model_is_refused(stand: Stand) -> None:
 
 
 def test_the_client_s_faults_are_told_and_vllm_s_are_ours(stand: Stand) -> None:
-    ticket = {"identity": FACTS.identity}
-
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         for status, expected in ((400, 400), (404, 404), (429, 429), (500, 502), (503, 503)):
 
@@ -229,7 +251,7 @@ def test_the_client_s_faults_are_told_and_vllm_s_are_ours(stand: Stand) -> None:
                 return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
             stand.answer = fail
-            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+            found = await client.post("/pd/decode", json=envelope(ticket=ticket()))
             assert found.status_code == expected
             assert "message" in found.json()["error"]
 
@@ -245,7 +267,7 @@ def test_what_takes_too_long_is_told_so(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         stand.answer = slow
         headers = {TIMEOUT: "0.3"}
-        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}), headers=headers)
+        found = await client.post("/pd/decode", json=envelope(ticket=ticket()), headers=headers)
         assert found.status_code == 504
 
     with MemoryStore(1 << 20) as pool:
@@ -269,7 +291,10 @@ def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         stand.answer = endless
         app, begun, gone = node.app(), asyncio.Event(), asyncio.Event()
-        content = json.dumps(envelope(ticket={"identity": FACTS.identity})).encode()
+        content = json.dumps(envelope(ticket=ticket())).encode()
+        request = client.build_request("POST", "/pd/decode", content=content)
+        flow = Signed(WHO).auth_flow(request)
+        flow.send(await client.send(next(flow), auth=httpx2.Auth()))  # says hello, and signs
         messages = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -282,7 +307,8 @@ def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
             if message.get("body"):
                 begun.set()
 
-        headers = [(b"content-type", b"application/json"), (ATTEMPT.encode(), b"one")]
+        signed = (AUTH.encode(), request.headers[AUTH].encode())
+        headers = [(b"content-type", b"application/json"), (ATTEMPT.encode(), b"one"), signed]
         scope = {"type": "http", "method": "POST", "path": "/pd/decode", "headers": headers, "query_string": b""}
         work = asyncio.create_task(app(scope, receive, send))
         await asyncio.wait_for(begun.wait(), 20)
@@ -317,7 +343,7 @@ def test_a_vllm_that_is_away_gets_nothing_until_it_is_back_as_itself(
         watching = asyncio.create_task(node.watch())
         well = False
         await until(node, lost=True)
-        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}))
+        found = await client.post("/pd/decode", json=envelope(ticket=ticket()))
         assert (found.status_code, (await client.get("/health")).status_code) == (503, 503)
         other = CacheIdentity(
             **{

@@ -7,7 +7,8 @@ forward with what this router has sent there since.
 Invariants:
 - All nodes that are there have one identity, layout, block size and model name. Another is refused with a sentence
   (`NodeRefused`); it may come when the last of the others has gone.
-- A name belongs to the newest process that used it (`epoch`), and to one address at a time.
+- A name belongs to one host while its lease runs, and there to the newest process that used it (`epoch`): a node that
+  is started again has its name at once, somebody elsewhere when the lease is over, or was given up.
 - A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
 - A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
   connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
@@ -16,7 +17,9 @@ Invariants:
 import enum
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from headwater.config import is_loopback
 from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.role import Role
@@ -29,6 +32,10 @@ _WEIGHT: Final = 0.2  # of a new measurement
 
 class NodeRefused(InvalidInput):
     """A node that cannot be one of these. The message says what to change."""
+
+
+class NameTaken(NodeRefused):
+    """Another node has this name, and may still live. It may be free when that one's lease is over."""
 
 
 class Came(enum.StrEnum):
@@ -138,6 +145,11 @@ class NodeTable:
     def _require_name(known: Beat, beat: Beat) -> None:
         if beat.epoch < known.epoch:
             raise NodeRefused(f"a newer process is called {beat.node}: give this one another name, or end it")
+        if beat.epoch > known.epoch and _host(beat.url) != _host(known.url):
+            raise NameTaken(
+                f"{beat.node} is the name of a node at {known.url}, and not of one at {beat.url}: give each node a "
+                "name of its own, or end that one first"
+            )
         if beat.epoch == known.epoch and (beat.url, beat.role) != (known.url, known.role):
             raise NodeRefused(
                 f"{beat.node} is the {known.role} node at {known.url}, and not the {beat.role} node at {beat.url}: "
@@ -251,6 +263,11 @@ class NodeTable:
             state = "draining" if one.draining else "resting" if one.resting else "usable" if one.free_slots else "full"
             found[one.role, state] += 1
         return found
+
+
+def _host(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return "localhost" if is_loopback(host) else host
 
 
 def _require_fit(here: Beat, beat: Beat) -> None:

@@ -3,8 +3,9 @@
 The protocol is in `disagg/router.py`. A prefill node says a ticket only when the pool has every block; a decode node
 begins to answer only when it has them all, and says in OpenAI's shapes what a mixed node would say (`generate.py`).
 
-Invariants: what a ticket may not do is refused before the engine hears of it; a connection that closes is a
-cancellation, whatever the stage; every request of a router is one line in the log, with its one id.
+Invariants: what a ticket may not do is refused before the engine hears of it; one that nobody with the fleet's key has
+sealed is no ticket, and each is good for one answer of this process; a connection that closes is a cancellation,
+whatever the stage; every request of a router is one line in the log, with its one id.
 """
 
 import asyncio
@@ -14,10 +15,12 @@ import time
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.outcome import Reason
 from headwater.disagg.prompt import check_prompt
 from headwater.disagg.protocol import Ticket, decode
+from headwater.disagg.used import Use, UsedTickets
 from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
@@ -27,7 +30,7 @@ from headwater.serve.errors import HandoffFailed
 from headwater.serve.generate import Endpoint, Reply
 from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.phases import phases_of
-from headwater.serve.service import Arrival, Prompt
+from headwater.serve.service import Arrival, Prompt, Service
 
 try:
     from starlette.responses import JSONResponse
@@ -43,6 +46,7 @@ ATTEMPTS: Final = "/pd/attempts"
 
 _APIS: Final[dict[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
+_UNSEALED: Final = "the ticket is not sealed with this node's key, or was changed: start all nodes with the same key"
 
 
 class _Asked(Endpoint):
@@ -87,7 +91,8 @@ class Prefill(_Asked):
         with service.answering(arrival, answer), _Line(self.path, arrival, answer):
             while await answer.next() is not None:
                 pass
-            await JSONResponse(_sent(answer))(arrival.http.scope, arrival.http.receive, send)
+            document = _sent(answer, service.config.node_key)
+            await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
 
 
 class Decode(_Asked):
@@ -96,6 +101,10 @@ class Decode(_Asked):
     role = Role.DECODE
     path = DECODE
 
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._used = UsedTickets()
+
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, config = self._service, self._service.config
         fields, api, prompt = await self._read(arrival, config.max_body_bytes + _TICKET_BYTES)
@@ -103,16 +112,29 @@ class Decode(_Asked):
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
         handoff = Taking(ticket=ticket, until_s=until_s, recompute=config.pd_recompute)
-        answer = service.submit(arrival, api, prompt, handoff=handoff)
-        with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+        self._take(ticket)
+        answer: Answer | None = None
+        try:
+            answer = service.submit(arrival, api, prompt, handoff=handoff)
+            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                await Reply(service, arrival, api, prompt.asked, answer).send(send)
+        finally:
+            if answer is None or answer.first_s is None:
+                self._used.give_back(ticket.nonce)
+
+    def _take(self, ticket: Ticket) -> None:
+        """Use a ticket. Raises ApiError if that may not be."""
+        use = self._used.take(ticket.nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
+        if use is not Use.FIRST:
+            raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
 
     def _ticket(self, given: object, prompt: Prompt) -> Ticket:
         """The ticket, if it can be used here, for this prompt. Raises HandoffFailed."""
         running = self._service.running
         try:
             ticket = decode(json.dumps(given))
-            why = running.refusal(ticket) or check_prompt(
+            why = _UNSEALED if not ticket.is_sealed(self._service.config.node_key) else running.refusal(ticket)
+            why = why or check_prompt(
                 ticket, prompt.tokens, identity=running.engine.model.identity, salt=prompt.asked.salt
             )
         except (InvalidInput, ValueError, RecursionError) as error:
@@ -146,14 +168,14 @@ class _Line:
         )
 
 
-def _sent(answer: Answer) -> dict[str, Any]:
+def _sent(answer: Answer, key: NodeKey) -> dict[str, Any]:
     """What a prefill node says."""
     ticket, usage = answer.ticket, answer.usage
     if ticket is None or usage is None:  # it ended well, so there is one
         raise errors.internal()
     phases = phases_of(usage, answer.handoff)
     return {
-        "ticket": json.loads(ticket.encode()),
+        "ticket": ticket.sealed(key).document(),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
