@@ -278,13 +278,14 @@ def test_a_process_that_died_is_trusted_no_more_at_once(*, abrupt: bool) -> None
 
         async def main() -> None:
             peer = Peer(KEY, node_called("n", url), url)
-            assert not peer.proven
+            seen = [peer.proven]
             await peer.prove(connect_s=WAIT_S)
-            assert peer.proven
+            seen.append(peer.proven)
             die.set()
             thread.join(WAIT_S)
-            assert not peer.proven
+            seen.append(peer.proven)
             peer.close()
+            assert seen == [False, True, False]
 
         thread = threading.Thread(target=live_and_die, name="test node")
         thread.start()
