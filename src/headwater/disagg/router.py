@@ -18,7 +18,10 @@ Invariants:
                           |-----/pd/decode----> decode node    reads the pool, answers: the first token too
                           `-----/v1/...-------> mixed node     does both
 
-All bodies are JSON. Every request of the router has these headers; `Authorization: Bearer KEY` too, where there is one:
+All bodies are JSON. Everything under `/pd/`, and what the router sends to mixed nodes, is signed with the fleet's key,
+and so is the head of every answer: `node_auth.py` has those headers. 401: it is not, or not for this process, or for
+the second time. A prompt goes only to a process that has proven to hold the key (`GET /pd/hello`: 204) and is still
+there (`signing.py`). Every request of the router also has these headers:
 
     x-request-id            the client's, or one that the router made: for logs, tickets, the answer's id. Not unique
     x-headwater-attempt     hex, one per attempt: unique
@@ -30,9 +33,10 @@ All bodies are JSON. Every request of the router has these headers; `Authorizati
 
     200  {"ticket": {...}, "usage": {"prompt_tokens", "cached_tokens", "computed_tokens"},
           "phases": {"pool_s", "queue_s", "prefill_s", "pool_write_s"}}
-         only when the pool has every block. `ticket` is opaque here, but for its `identity` (hex), which must be the
-         one in the heartbeat. `pool_s`: seconds spent writing that computing did not hide. All but the ticket may lack.
-         The parts become some of `usage.headwater.phases` of the answer, beside those that the decode node says there
+         only when the pool has every block. `ticket` is sealed, and opaque here but for its `identity` (hex), which
+         must be the one in the heartbeat. `pool_s`: seconds spent writing that computing did not hide. All but the
+         ticket may lack. The parts become some of `usage.headwater.phases` of the answer, beside those that the decode
+         node says there
 
 `POST /pd/decode`: {"endpoint", "ticket", "body"}
 
@@ -42,7 +46,7 @@ All bodies are JSON. Every request of the router has these headers; `Authorizati
          `x-headwater-first-s`, seconds from the request to the first token. An event {"error": {...}} ends a stream
          that cannot go on
     502  {"error": {...}, "kind": K, "first_missing_block": N}, never after a token. With K missing, damaged, foreign,
-         expired or unknown_version the router has the prompt prefilled again; with any other it asks another node
+         expired, unknown_version or used the router has the prompt prefilled again; with any other it asks another node
 
 A mixed node gets the client's body at the client's path, and answers as above.
 
@@ -63,12 +67,13 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
 
     {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
      "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,
-     "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,
+     "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,  "clock_s": wall clock,
      "load": {"running", "waiting", "free_slots": requests that it would take now; at 0 it would refuse},
      "rates": {"prefill_tokens_per_s", "decode_tokens_per_s", "pool_tokens_per_s"}}      all from "epoch" on may lack
 
     200  {"node", "came": "new" | "known" | "left", "draining": whether it will be given anything new}
-    400  a field is wrong           409  it does not fit those that are here: the message says what to change
+    400  a field is wrong           409  it does not fit those that are here: the message says what to change. With the
+                                         code `name_taken` another host's node has its name, until its lease ends
 
 `POST /pd/drain` at the router: {"node", "draining": bool, true if left out}. 200 {"node", "draining", "requests": of
 this router that it still works on}, 404 if no such node is there.
