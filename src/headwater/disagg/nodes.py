@@ -55,6 +55,7 @@ class Entry:
     breaker: Breaker
     since_s: float
     told_to_drain: bool = False
+    doubted: bool = False  # who answers there has not proven to be it
     num_running: int = 0  # our requests there
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     refused_until_s: float = 0.0
@@ -248,6 +249,7 @@ class NodeTable:
                 "lease_left_s": round(one.until_s - now_s, 3),
                 "draining": one.draining,
                 "told_to_drain": one.told_to_drain,
+                "doubted": one.doubted,
                 "breaker": one.breaker.state.name.lower(),
                 "requests_of_this_router": one.num_running,
                 "pending_tokens": one.pending_tokens,

@@ -43,6 +43,7 @@ FIRST_SECONDS: Final = "x-headwater-first-s"
 # wrong with its reading is its own, and another node may do better.
 PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "unknown_version", "used"})
 
+_NO_ROOM: Final = (429, 503)
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_REASON: Final = 300
 _TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
@@ -230,15 +231,16 @@ class Relay:
     # --- whether a node is one ----------------------------------------------------------------------------------------
 
     async def greet(self, node: str, url: str) -> str | None:
-        """Have a node prove that it holds the key, ahead of its next request; why not, if it does not.
+        """Have a node prove that it holds the key, ahead of its next request; why it is not trusted, if it is not.
 
-        Waits `probe_s` at most.
+        Waits `probe_s` at most. One that does not answer, or has no room, is asked again when it is needed.
         """
-        try:
+        with suppress(TimeoutError, OSError, UnicodeError):
             async with asyncio.timeout(self._probe_s):
-                await self._prove(node, self._peer(node, url))
-        except (TimeoutError, Unanswered) as error:
-            return str(error) or f"{node} does not answer"
+                try:
+                    await self._peer(node, url).prove(connect_s=self._connect_s)
+                except NotProven as error:
+                    return None if error.status in _NO_ROOM else f"{node} is not trusted: {error}"
         return None
 
     def forget(self, node: str) -> None:
@@ -338,7 +340,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
     said = error.get("message")
     reason = said[:_MAX_REASON] if isinstance(said, str) and said else f"status {status}"
     about = f"{node}: {reason}"
-    if status in (429, 503):
+    if status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, about, status=503)
     if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
         return Unanswered(Trouble.REJECTED, reason, status=status, document=dict(document))
@@ -352,7 +354,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
 
 def _untrusted(node: str, error: NotProven) -> Unanswered:
     """What an answer means that anybody may have given. Nothing of it counts, but that there is no room."""
-    if error.status in (429, 503):
+    if error.status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, f"{node}: status {error.status}", status=503)
     return Unanswered(Trouble.BROKEN, f"{node} is not trusted: {error}")
 

@@ -187,8 +187,10 @@ class Router:
         if entry is None or entry.beat.url != beat.url:
             return
         why = await self._relay.greet(beat.node, beat.url)
-        if why is not None:
+        if why is not None and not entry.doubted:  # once
+            log.warning("%s", why)
             self.metrics.event("node_unproven", node=beat.node, why=why)
+        entry.doubted = why is not None
 
     def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
         """Give a node nothing new, or something again. Raises InvalidInput if it is not there."""
