@@ -654,7 +654,11 @@ def serve(
         node=node,
         index_only=index_only or config.index_only(),
         role=_role(role),
-        node_key=find_node_key(node_key_file) if router or role != Role.MIXED else NodeKey.random(own=True),
+        node_key=(
+            find_node_key(node_key_file)
+            if router or role != Role.MIXED or node_key_file is not None
+            else NodeKey.random(own=True)
+        ),
         routers=tuple(url.rstrip("/") for url in router or ()),
         advertise=None if advertise is None else advertise.rstrip("/"),
         lease_s=lease,
