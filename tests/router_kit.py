@@ -20,7 +20,9 @@ from typing import Any
 
 import httpx2
 
+from fleet_kit import KEY, Signed
 from headwater.disagg.lookup import Lookup
+from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Authenticator, NotAdmitted, node_called
 from headwater.disagg.router import Router
 from headwater.disagg.settings import RouterConfig
 from headwater.metrics import Metrics
@@ -81,6 +83,7 @@ class Asked:
     attempt: str
     timeout_s: float
     body: dict[str, Any]
+    proof: Callable[[int], str] = lambda status: ""  # headers of its answer, by status
 
     @property
     def what(self) -> str:
@@ -110,6 +113,7 @@ class Node:
     probes: int = 0
     finished: int = 0
     server: asyncio.Server | None = None
+    door: Authenticator | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -136,6 +140,7 @@ class Node:
     async def open(self) -> None:
         self.server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
         self.port = self.server.sockets[0].getsockname()[1]
+        self.door = Authenticator(KEY, node_called(self.name, self.url))
 
     async def kill(self) -> None:
         """Be gone, as after kill -9: nobody listens, and what was open is reset."""
@@ -167,12 +172,29 @@ class Node:
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
+        assert self.door is not None
+        if path == HELLO_PATH:
+            found = self.door.admit_hello(headers.get(HELLO))
+            lines = "".join(f"{name}: {value}\r\n" for name, value in self.door.answer(found, 204).items())
+            writer.write(f"HTTP/1.1 204 X\r\n{lines}\r\n".encode())
+            await reader.read(1)  # until the router lets go of it
+            return
+        try:
+            admitted = self.door.admit(headers.get(AUTH), method=method, target=path)
+        except NotAdmitted as error:  # signed for the process that was here before
+            await _json(writer, 401, {"error": {"message": str(error), "code": "invalid_node_key"}})
+            return
+
+        def proof(status: int) -> str:
+            assert self.door is not None
+            return "".join(f"{name}: {value}\r\n" for name, value in self.door.answer(admitted, status).items())
+
         if method == "GET":
-            await self._probed(path.rpartition("/")[2], writer)
+            await self._probed(path.rpartition("/")[2], writer, proof)
             return
         asked = Asked(
             path, headers["x-request-id"], headers["x-headwater-attempt"], float(headers["x-headwater-timeout-s"]),
-            json.loads(body),
+            json.loads(body), proof,
         )  # fmt: skip
         self.asked.append(asked)
         work = asyncio.create_task(self._work(asked, writer))
@@ -195,15 +217,16 @@ class Node:
                 if not one.cancelled():
                     one.exception()
 
-    async def _probed(self, attempt: str, writer: asyncio.StreamWriter) -> None:
+    async def _probed(self, attempt: str, writer: asyncio.StreamWriter, proof: Callable[[int], str]) -> None:
         self.probes += 1
         state = self.under_way.get(attempt)
         if state == "hangs":
             await asyncio.sleep(WAIT_S)
         elif state is None:
-            await _json(writer, 404, {"error": {"message": "unknown", "code": "not_found"}})
+            await _json(writer, 404, {"error": {"message": "unknown", "code": "not_found"}}, more=proof(404))
         else:
-            await _json(writer, 200, {"state": state, "idle_s": 1000.0 if state == "stalled" else 0.0})
+            said = {"state": state, "idle_s": 1000.0 if state == "stalled" else 0.0}
+            await _json(writer, 200, said, more=proof(200))
 
     # --- what it does -------------------------------------------------------------------------------------------------
 
@@ -234,12 +257,13 @@ class Node:
         if plain is not None:
             status, message = plain
             error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": "scripted"}
-            await _json(writer, status, {"error": error})
+            await _json(writer, status, {"error": error}, more=asked.proof(status))
         elif fault is Fault.MISSING:
             error = {"message": "a block is gone", "type": "server_error", "code": "missing"}
-            await _json(writer, 502, {"error": error, "kind": "missing", "first_missing_block": 3})
+            said = {"error": error, "kind": "missing", "first_missing_block": 3}
+            await _json(writer, 502, said, more=asked.proof(502))
         elif fault is Fault.NONSENSE:
-            await _json(writer, 200, {"hello": [1, 2]})
+            await _json(writer, 200, {"hello": [1, 2]}, more=asked.proof(200))
         elif asked.what == "prefill":
             await self._prefill(asked, fault, writer)
         elif asked.asked.get("stream") is True:
@@ -267,7 +291,8 @@ class Node:
         }
         usage = {"prompt_tokens": 7, "cached_tokens": 0, "computed_tokens": 7}
         answer = {"ticket": ticket, "usage": usage, "phases": {"pool_s": 0.001}}
-        await _json(writer, 200, answer, cut={Fault.HALF: 0.5, Fault.EMPTY: 0.0}.get(fault))
+        cut = {Fault.HALF: 0.5, Fault.EMPTY: 0.0}.get(fault)
+        await _json(writer, 200, answer, cut=cut, more=asked.proof(200))
 
     def _texts(self, asked: Asked) -> list[str]:
         by = asked.body["ticket"]["by"] if asked.what == "decode" else "-"
@@ -287,12 +312,13 @@ class Node:
             answer = {"error": {"message": "it broke"}}
         if fault is Fault.MID_HANG:
             await asyncio.sleep(WAIT_S)
-        await _json(writer, 200, answer, cut=cut, more="x-headwater-pool-s: 0.002\r\nx-headwater-first-s: 0.001\r\n")
+        times = "x-headwater-pool-s: 0.002\r\nx-headwater-first-s: 0.001\r\n"
+        await _json(writer, 200, answer, cut=cut, more=times + asked.proof(200))
 
     async def _stream(self, asked: Asked, fault: Fault, writer: asyncio.StreamWriter) -> None:
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-headwater-pool-s: 0.002\r\n"
-            b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+            b"transfer-encoding: chunked\r\nconnection: close\r\n" + asked.proof(200).encode() + b"\r\n"
         )
 
         async def chunk(data: bytes) -> None:
@@ -531,11 +557,11 @@ def world(*, lookup: Lookup | None = None, metrics: Metrics | None = None, **opt
     nodes_thread = threading.Thread(target=loop.run_forever, name="test nodes")
     listener = socket.create_server(("127.0.0.1", 0))
     answers = threading.Event()
-    router = Router(RouterConfig(**{**FAST, **options}), metrics=metrics or Metrics(), lookup=lookup)
+    router = Router(RouterConfig(**{**FAST, "node_key": KEY, **options}), metrics=metrics or Metrics(), lookup=lookup)
     server = RouterServer(router, announce=answers.set)
     thread = threading.Thread(target=server.run, args=([listener],), name="test router")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    client = httpx2.Client(base_url=url, timeout=WAIT_S, trust_env=False, verify=False)
+    client = httpx2.Client(base_url=url, auth=Signed(), timeout=WAIT_S, trust_env=False, verify=False)
     found = World(url, router, server, thread, loop, client)
     nodes_thread.start()
     thread.start()

@@ -14,8 +14,10 @@ import httpx2
 import openai
 import pytest
 
+from fleet_kit import KEY, Signed, signature
 from headwater.build import Running, open_engine
 from headwater.config import ServeConfig
+from headwater.disagg.node_auth import node_called
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
@@ -36,6 +38,12 @@ class Served:
     running: Running
     server: Server
     thread: threading.Thread
+    who: str  # to routers
+
+    @property
+    def auth(self) -> Signed:
+        """As a router signs."""
+        return Signed(self.who)
 
     @contextmanager
     def openai(self, key: str = "none") -> Iterator[openai.OpenAI]:
@@ -45,12 +53,12 @@ class Served:
 
     def post(self, path: str, body: object = None, **options: Any) -> httpx2.Response:
         """One request of its own connection, without any client's help; `body` goes as JSON."""
-        with httpx2.Client(base_url=self.url, timeout=WAIT_S) as client:
+        with httpx2.Client(base_url=self.url, auth=self.auth, timeout=WAIT_S) as client:
             return client.post(path, **options if body is None else {"json": body, **options})
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         """The same."""
-        with httpx2.Client(base_url=self.url, timeout=WAIT_S) as client:
+        with httpx2.Client(base_url=self.url, auth=self.auth, timeout=WAIT_S) as client:
             return client.get(path, **options)
 
     def complete(self, prompt: str | list[int], **body: Any) -> dict[str, Any]:
@@ -65,8 +73,11 @@ class Served:
         """A request on a bare socket; the answer is the caller's to read, or not to."""
         host, _, port = self.url.removeprefix("http://").partition(":")
         data = json.dumps(body).encode()
+        signed = signature(self.url, path, data, who=self.who) if path.startswith("/pd/") else {}
+        more = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
+            f"Content-Length: {len(data)}\r\n\r\n"
         )
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(head.encode() + data)
@@ -98,13 +109,13 @@ class Served:
 @contextmanager
 def serving(directory: Path, model: Model, *, survives: bool = True, **options: Any) -> Iterator[Served]:
     """A server that is gone, with all it had, at the end; unless the engine is to die, nothing may be held then."""
-    config = ServeConfig(**{"model": directory, "num_blocks": 512, **options})
+    config = ServeConfig(**{"model": directory, "num_blocks": 512, "node_key": KEY, **options})
     with open_engine(config, model=model) as running, listen("127.0.0.1", 0) as listener:
         answers = threading.Event()
-        service = Service(running, config)
-        server = Server(service, beats=heartbeats(service, address(listener)), announce=answers.set)
+        service = Service(running, config, url=address(listener))
+        server = Server(service, beats=heartbeats(service), announce=answers.set)
         thread = threading.Thread(target=server.run, args=([listener],), name="test server")
-        served = Served(address(listener), running, server, thread)
+        served = Served(address(listener), running, server, thread, node_called(service.node, service.url))
         thread.start()
         try:
             assert answers.wait(WAIT_S)

@@ -1,7 +1,11 @@
 """The fault campaign on prefill and decode apart: each fault once, what it must find, and how it judges."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +18,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import router_kit
+from fleet_kit import signature
 from headwater.cli import app
+from headwater.fleet import COMMAND
 from headwater.testing import chaos, chaos_load
 from headwater.testing.chaos import Ground, Options
 from headwater.testing.chaos_faults import FAULTS, ON_MOONCAKE
@@ -117,6 +123,32 @@ def test_the_command_says_the_same_as_its_program(monkeypatch: pytest.MonkeyPatc
     assert exit_.value.code == 2
 
 
+@pytest.mark.fault("B11")
+def test_a_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """Of everybody who hears it: the terminal tells the whole group."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    options = ["chaos", "--times", "50", "--fault", "pool_slow"]
+    pipe = subprocess.PIPE
+    chaos = subprocess.Popen([*COMMAND, *options], env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        logs: list[Path] = []
+        until_s = time.monotonic() + 120
+        while not (logs := list(tmp_path.rglob("decode-1.log"))):  # it has begun
+            assert chaos.poll() is None, chaos.communicate()
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        os.killpg(chaos.pid, signal.SIGINT)
+        output, errors = chaos.communicate(timeout=120)
+    finally:
+        chaos.kill()
+        chaos.wait()
+    assert (chaos.returncode, output) == (130, "")
+    assert errors.splitlines()[-1] == "headwater: interrupted, so nothing was proven"
+    assert "Traceback" not in errors
+    assert not logs[0].exists()
+    assert not list(tmp_path.iterdir())
+
+
 # --- what it found ----------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +156,9 @@ def test_a_node_that_dies_in_its_heartbeat_is_no_error_of_the_router(caplog: pyt
     with router_kit.world() as found:
         parts = urlsplit(found.url)
         with socket.create_connection((parts.hostname or "", parts.port or 0)) as node:
+            signed = "".join(f"{name}: {value}\r\n" for name, value in signature(found.url, "/pd/nodes", b"").items())
             node.sendall(b"POST /pd/nodes HTTP/1.1\r\nhost: one\r\ncontent-type: application/json\r\n")
+            node.sendall(signed.encode())
             node.sendall(b'content-length: 500\r\n\r\n{"node": "prefill-0", "url": "http')
         found.until(lambda: 'endpoint="/pd/nodes",status=' in found.client.get("/metrics").text)
         assert 'endpoint="/pd/nodes",status="gone"} 1' in found.client.get("/metrics").text

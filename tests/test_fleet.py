@@ -7,13 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from headwater import fleet_guardian
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.role import Role
 from headwater.fleet import COMMAND, Fleet, FleetOptions
@@ -141,3 +144,126 @@ with Fleet(options, directory=Path({str(tmp_path)!r})) as fleet:
         parent.kill()
         parent.communicate()
     until(lambda: all(map(gone, pids)))
+
+
+# --- what a fleet leaves behind ---------------------------------------------------------------------------------------
+
+HOLD = f"""
+import sys, time
+from headwater.fleet import Fleet, FleetOptions
+options = FleetOptions(command=(sys.executable, "-c", {FAKE!r}), pool_bytes=8 << 20)
+with Fleet(options) as fleet:
+    print(fleet.pool, *(child.pid for child in fleet.children.values()), flush=True)
+    time.sleep({WAIT_S})
+"""
+
+
+@contextmanager
+def held(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", Path, list[int]]]:
+    """A fleet in another process: that, its pool, and its children's numbers."""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        assert parent.stdout is not None
+        pool, *pids = parent.stdout.readline().split()
+        yield parent, Path(pool.removeprefix("local:")), [int(pid) for pid in pids]
+    finally:
+        parent.kill()
+        parent.communicate()
+
+
+def words(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.mark.fault("B11")
+def test_a_fleet_that_was_killed_leaves_no_pool(tmp_path: Path) -> None:
+    """kill -9 of whoever holds it: children end, then what they used is removed, and nothing else is."""
+    beside = tmp_path / "headwater-pd-of-somebody-else"
+    beside.mkdir()
+    with held(tmp_path) as (parent, pool, pids):
+        assert (pool / "slab").is_file()
+        (tmp_path / "headwater-pd-link").symlink_to(beside)
+        parent.kill()
+        parent.wait()
+        until(lambda: not pool.parent.exists())
+        until(lambda: all(map(gone, pids)))
+    assert beside.is_dir()
+    assert not list(tmp_path.rglob("node.key"))
+    assert list(tmp_path.rglob("router.log"))  # somebody will want to know
+
+
+@pytest.mark.fault("B11")
+def test_a_pool_stays_while_anybody_uses_it(tmp_path: Path) -> None:
+    """A child that does not end with its parent: nothing is taken from under it."""
+    with held(tmp_path) as (parent, pool, pids):
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            parent.kill()
+            parent.wait()
+            assert not any(map(gone, pids))
+            assert (pool / "slab").is_file()
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        until(lambda: not pool.parent.exists())
+
+
+def test_who_cleans_up_removes_what_it_was_told_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("ours", "replaced", "linked", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    lines = [fleet_guardian.describe(tmp_path / name) for name in ("ours", "replaced", "linked")]
+    (tmp_path / "replaced").rename(tmp_path / "old")
+    (tmp_path / "replaced").mkdir()
+    shutil.rmtree(tmp_path / "linked")
+    (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
+    for line in (*lines, *lines):
+        fleet_guardian.remove(line)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "linked", "old", "replaced"]
+    assert (tmp_path / "elsewhere" / "file").is_file()
+
+
+@pytest.mark.fault("B11")
+def test_the_logs_of_a_fleet_that_failed_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one that the failure names is there; those of a fleet that ended well are not."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("DEAD", "decode-0")
+    with pytest.raises(HeadwaterError) as raised:
+        Fleet(options()).__enter__()
+    named = re.search(r"its log is (\S+)", str(raised.value))
+    assert named is not None
+    assert "decode-0 has no pool" in Path(named[1]).read_text()
+    monkeypatch.delenv("DEAD")
+    fleet = Fleet(options())
+    with pytest.raises(HeadwaterError, match="too few"), fleet:
+        _lose_decode(fleet)
+    assert (fleet.directory / "decode-0.log").is_file()
+    with Fleet(options()) as fleet:
+        assert (fleet.directory / "decode-0.log").is_file()
+    assert not fleet.directory.exists()
+
+
+def test_a_fleet_has_a_key_of_its_own_that_nobody_sees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    keys = set()
+    for _ in range(2):
+        with Fleet(options()) as fleet:
+            keys.add(fleet.node_key)
+            files = {said[said.index("--node-key-file") + 1] for said in map(words, _pids(fleet))}
+            (file,) = map(Path, files)  # the same for all
+            assert file.stat().st_mode & 0o077 == 0
+            assert file.parent.stat().st_mode & 0o077 == 0
+            assert not any(fleet.node_key.text in one for pid in _pids(fleet) for one in words(pid))
+        assert not file.exists()
+    assert len(keys) == 2
+
+
+def _lose_decode(fleet: Fleet) -> None:
+    fleet.of(Role.DECODE)[0].signal(signal.SIGKILL)
+    fleet.watch(lambda said: None)
+
+
+def _pids(fleet: Fleet) -> list[int]:
+    return [child.pid for child in fleet.children.values()]

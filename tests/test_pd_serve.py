@@ -20,10 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleet_kit import KEY
 from headwater.build import open_engine, open_pool, open_residency
 from headwater.config import ResidencyConfig, ServeConfig, pd_via
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey, block_keys
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.choice import Held
 from headwater.disagg.handoff import PoolReceiver
@@ -92,7 +94,7 @@ def envelope(prompt: list[int], **body: Any) -> dict[str, Any]:
 @contextmanager
 def routing(port: int = 0, *, router: Router | None = None, **options: Any) -> Iterator[tuple[str, Router]]:
     """A router that answers; gone at the end."""
-    one = router or Router(RouterConfig(**{"queue_timeout_s": WAIT_S, **options}), metrics=Metrics())
+    one = router or Router(RouterConfig(**{"queue_timeout_s": WAIT_S, "node_key": KEY, **options}), metrics=Metrics())
     answers = threading.Event()
     with listen("127.0.0.1", port) as listener:
         server = RouterServer(one, announce=answers.set)
@@ -294,7 +296,9 @@ def test_attempts_are_known_while_they_are_under_way(pair: Cluster) -> None:
     body = {**envelope(prompt, max_tokens=4000, stream=True), "ticket": pair.ticket(prompt, max_tokens=4000)}
     with (
         httpx2.Client(base_url=pair.decode.url, timeout=WAIT_S) as client,
-        client.stream("POST", "/pd/decode", json=body, headers={"x-headwater-attempt": "abc"}) as stream,
+        client.stream(
+            "POST", "/pd/decode", json=body, headers={"x-headwater-attempt": "abc"}, auth=pair.decode.auth
+        ) as stream,
     ):
         assert stream.status_code == 200
         assert float(stream.headers["x-headwater-pool-s"]) >= 0
@@ -396,7 +400,7 @@ def test_a_decode_node_without_room_says_so_at_once(directory: Path, model: Mode
         ticket = pair.ticket(other)
         with (
             httpx2.Client(base_url=pair.decode.url, timeout=WAIT_S) as client,
-            client.stream("POST", "/pd/decode", json=body) as stream,
+            client.stream("POST", "/pd/decode", json=body, auth=pair.decode.auth) as stream,
         ):
             assert stream.status_code == 200
             refused = pair.take(ticket, other)
@@ -488,19 +492,20 @@ def test_a_node_that_ends_lets_requests_end(directory: Path, model: Model) -> No
 
 
 def test_a_node_that_does_not_fit_does_not_start(directory: Path, model: Model, pool: str) -> None:
-    with routing(node_key="key") as (url, _):
-        options: dict[str, Any] = {"routers": (url,), "node": "other", "lease_s": 30.0}
-        with serving(directory, model, routers=(url,), node="here", lease_s=30.0, api_key="key"):
+    with routing() as (url, _):
+        options: dict[str, Any] = {"routers": (url,), "node": "other", "lease_s": 30.0, "node_key": KEY}
+        with serving(directory, model, routers=(url,), node="here", lease_s=30.0):
             for changes, words in (
-                ({"name": "another", "api_key": "key"}, "same model name"),
-                ({"node": "here", "role": Role.PREFILL, "pool": pool, "api_key": "key"}, None),
-                ({"api_key": "wrong"}, "API key"),
+                ({"name": "another"}, "same model name"),
+                ({"node": "here", "role": Role.PREFILL, "pool": pool}, None),
+                ({"node_key": NodeKey("another-key-than-theirs")}, "API key"),
             ):
                 config = ServeConfig(model=directory, num_blocks=64, **{**options, **changes})
                 with ExitStack() as stack:
-                    service = Service(stack.enter_context(open_engine(config, model=model)), config)
                     listener = stack.enter_context(listen("127.0.0.1", 0))
-                    server = Server(service, beats=heartbeats(service, address(listener)))
+                    running = stack.enter_context(open_engine(config, model=model))
+                    service = Service(running, config, url=address(listener))
+                    server = Server(service, beats=heartbeats(service))
                     if words is None:  # a newer process takes the name over: that is a restart
                         server.should_exit = True
                         server.run([listener])
@@ -548,7 +553,7 @@ def test_good_configuration_is_taken() -> None:
         {"routers": (THERE,), "host": "10.0.0.2"},
         {"pd_via": "direct"},  # a mixed node hands nothing over
     ):
-        ServeConfig(model=Path("somewhere"), **options)
+        ServeConfig(model=Path("somewhere"), node_key=NodeKey.random(), **options)
 
 
 def test_the_way_from_prefill_to_decode_is_read_from_the_environment() -> None:
@@ -576,7 +581,7 @@ def test_the_node_that_holds_the_prompt_is_asked(directory: Path, model: Model, 
     redis.start()
     try:
         with ExitStack() as stack:
-            config = RouterConfig(lookup_timeout_s=5.0)
+            config = RouterConfig(lookup_timeout_s=5.0, node_key=KEY)
             router = stack.enter_context(open_router(config, residency=redis.url, model=directory))
             url, _ = stack.enter_context(routing(router=router))
             client = stack.enter_context(httpx2.Client(base_url=url, timeout=WAIT_S))

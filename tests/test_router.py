@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fleet_kit import Signed
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.role import Role
@@ -463,14 +464,14 @@ def test_a_machine_that_stood_still_past_a_deadline_begins_nothing_more() -> Non
     async def main() -> None:
         loop = asyncio.get_running_loop()
         router = Router(RouterConfig(), metrics=Metrics())
-        router.heard(beat("n", load=Load(free_slots=0)))
+        router.heard(beat("n", url="http://127.0.0.1:1", load=Load(free_slots=0)))
         call = Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="one", until_s=loop.time() + 0.2)
         nobody: Any = None
         asking = asyncio.create_task(router.route(call, nobody))
         await asyncio.sleep(0.05)
         assert router.state()["queues"]["waiting_for_entry"] == 1
         time.sleep(0.3)  # the machine stands still
-        router.heard(beat("n", load=Load(free_slots=1)))
+        router.heard(beat("n", url="http://127.0.0.1:1", load=Load(free_slots=1)))
         with pytest.raises(NoAnswer) as raised:
             await asking
         assert raised.value.status == 504
@@ -843,14 +844,14 @@ def test_the_index_decides_and_where_it_is_silent_nodes_take_turns() -> None:
 
 
 def test_keys_bodies_and_limits() -> None:
-    with world(api_key="sesame", node_key="secret", max_body_bytes=2000) as here:
+    with world(api_key="sesame", max_body_bytes=2000) as here:
         node = here.add("m", "mixed", join=False)
         assert here.client.get("/health").status_code == 503
         for path in ("/state", "/metrics", "/v1/models", "/nowhere"):
             assert here.client.get(path).status_code == 401
-        sesame, secret = {"authorization": "Bearer sesame"}, {"authorization": "Bearer secret"}
-        assert here.client.post("/pd/nodes", json=node.beat(), headers=sesame).status_code == 401
-        assert here.client.post("/pd/nodes", json=node.beat(), headers=secret).status_code == 200
+        sesame = {"authorization": "Bearer sesame"}
+        assert here.client.post("/pd/nodes", json=node.beat(), headers=sesame, auth=httpx2.Auth()).status_code == 401
+        assert here.client.post("/pd/nodes", json=node.beat()).status_code == 200
         here.client.headers.update(sesame)
         assert here.complete().status_code == 200
         as_json = {"content-type": "application/json"}
@@ -917,7 +918,8 @@ class Chaos:
         return fault
 
     def meddle(self, here: World, nodes: Sequence[Node]) -> None:
-        with httpx2.Client(base_url=here.url, timeout=WAIT_S, trust_env=False, verify=False) as client:
+        options: dict[str, Any] = {"auth": Signed(), "timeout": WAIT_S, "trust_env": False, "verify": False}
+        with httpx2.Client(base_url=here.url, **options) as client:
             while not self.stop.wait(0.03):
                 node, what = self.random.choice(nodes), self.random.choice(["kill", "beat", "drain", "short"])
                 if what == "kill":

@@ -5,10 +5,12 @@ vLLM's place is taken by a server that says what it is told to; the pool is a re
 
 import asyncio
 import json
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -19,20 +21,27 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from fleet_kit import KEY, Signed
 from headwater.core.errors import InvalidInput
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
+from headwater.core.page import PageName
 from headwater.core.role import Role
+from headwater.disagg.node_auth import AUTH, Authenticator, node_called
 from headwater.disagg.relay import ATTEMPT, TIMEOUT
 from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
+from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
+from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.sockets import setup
 from headwater.serve.vllm_client import Facts, Vllm, VllmGone
 from headwater.serve.vllm_node import NodeOptions, VllmNode
+from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import SamplePage, items, sample_chain
 from headwater.testing.stores import soon
 
+WHO = node_called("node", "http://node")
 IDENTITY = CacheIdentity(model="m", weights=bytes(32), config=bytes(32), layout=bytes(32), block_tokens=16)
 ANSWER = {"choices": [{"text": "ab", "token_ids": [1, 2]}], "usage": {"prompt_tokens": 70}}
 
@@ -107,15 +116,32 @@ async def at(
 ) -> None:
     """Ask a node."""
     vllm, pool = Vllm(stand.url), more.pop("pool")
-    options = NodeOptions(vllm=stand.url, role=role, **{"pool_timeout_s": 0.3, **more})
+    options = NodeOptions(vllm=stand.url, role=role, node_key=KEY, **{"pool_timeout_s": 0.3, **more})
+    fleet = FleetGuard(Authenticator(KEY, WHO))
     try:
-        node = VllmNode(options, await vllm.facts(20.0), vllm, pool, metrics=Metrics())
+        node = VllmNode(options, await vllm.facts(20.0), vllm, pool, fleet=fleet, metrics=Metrics())
         transport = httpx2.ASGITransport(node.app())
-        async with httpx2.AsyncClient(transport=transport, base_url="http://node", timeout=30.0) as client:
+        async with httpx2.AsyncClient(
+            transport=transport, base_url="http://node", auth=Signed(WHO), timeout=30.0
+        ) as client:
             await use(client, node)
         assert node.num_requests == 0
+        await node.stop()
     finally:
         await vllm.aclose()
+
+
+def ticket(**more: Any) -> dict[str, Any]:
+    """As a prefill node gives it, of what `envelope` asks."""
+    made = VllmTicket(
+        model=FACTS.model,
+        identity=FACTS.identity,
+        body=body_digest(envelope()["body"]),
+        num_prompt_tokens=70,
+        nonce=secrets.token_hex(32),
+        expires_at_ms=int((time.time() + 60) * 1000),
+    )
+    return replace(made, **more).sealed(KEY).document()
 
 
 def envelope(**more: Any) -> dict[str, Any]:
@@ -210,8 +236,8 @@ def test_pages_survive_being_said(stand: Stand) -> None:
 
 def test_a_ticket_of_another_model_is_refused(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
-        for ticket in ({"identity": "00"}, None, 7):
-            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+        for given in (ticket(identity="00"), {"identity": FACTS.identity}, {"identity": "00"}, None, 7):
+            found = await client.post("/pd/decode", json=envelope(ticket=given))
             assert (found.status_code, found.json()["kind"]) == (502, "foreign")
         assert len(stand.asked) == 1, "vLLM was asked who it is, and nothing else"
 
@@ -220,8 +246,6 @@ def test_a_ticket_of_another_model_is_refused(stand: Stand) -> None:
 
 
 def test_the_client_s_faults_are_told_and_vllm_s_are_ours(stand: Stand) -> None:
-    ticket = {"identity": FACTS.identity}
-
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         for status, expected in ((400, 400), (404, 404), (429, 429), (500, 502), (503, 503)):
 
@@ -229,7 +253,7 @@ def test_the_client_s_faults_are_told_and_vllm_s_are_ours(stand: Stand) -> None:
                 return JSONResponse({"error": {"message": "no", "code": status}}, status)
 
             stand.answer = fail
-            found = await client.post("/pd/decode", json=envelope(ticket=ticket))
+            found = await client.post("/pd/decode", json=envelope(ticket=ticket()))
             assert found.status_code == expected
             assert "message" in found.json()["error"]
 
@@ -245,7 +269,7 @@ def test_what_takes_too_long_is_told_so(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         stand.answer = slow
         headers = {TIMEOUT: "0.3"}
-        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}), headers=headers)
+        found = await client.post("/pd/decode", json=envelope(ticket=ticket()), headers=headers)
         assert found.status_code == 504
 
     with MemoryStore(1 << 20) as pool:
@@ -269,7 +293,10 @@ def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
     async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
         stand.answer = endless
         app, begun, gone = node.app(), asyncio.Event(), asyncio.Event()
-        content = json.dumps(envelope(ticket={"identity": FACTS.identity})).encode()
+        content = json.dumps(envelope(ticket=ticket())).encode()
+        request = client.build_request("POST", "/pd/decode", content=content)
+        flow = Signed(WHO).auth_flow(request)
+        flow.send(await client.send(next(flow), auth=httpx2.Auth()))  # says hello, and signs
         messages = [{"type": "http.request", "body": content, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -282,7 +309,8 @@ def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
             if message.get("body"):
                 begun.set()
 
-        headers = [(b"content-type", b"application/json"), (ATTEMPT.encode(), b"one")]
+        signed = (AUTH.encode(), request.headers[AUTH].encode())
+        headers = [(b"content-type", b"application/json"), (ATTEMPT.encode(), b"one"), signed]
         scope = {"type": "http", "method": "POST", "path": "/pd/decode", "headers": headers, "query_string": b""}
         work = asyncio.create_task(app(scope, receive, send))
         await asyncio.wait_for(begun.wait(), 20)
@@ -317,7 +345,7 @@ def test_a_vllm_that_is_away_gets_nothing_until_it_is_back_as_itself(
         watching = asyncio.create_task(node.watch())
         well = False
         await until(node, lost=True)
-        found = await client.post("/pd/decode", json=envelope(ticket={"identity": FACTS.identity}))
+        found = await client.post("/pd/decode", json=envelope(ticket=ticket()))
         assert (found.status_code, (await client.get("/health")).status_code) == (503, 503)
         other = CacheIdentity(
             **{
@@ -339,3 +367,145 @@ def test_a_vllm_that_is_away_gets_nothing_until_it_is_back_as_itself(
 
     with MemoryStore(1 << 20) as pool:
         asyncio.run(at(stand, Role.DECODE, use, pool=pool))
+
+
+# --- waiting for the pool ---------------------------------------------------------------------------------------------
+
+
+class Watched(MemoryStore):
+    """A pool that takes its time, and writes down how it is asked."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(1 << 20)
+        self.left_s: list[float] = []  # of each look, when it began
+        self._seconds = seconds
+
+    def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
+        self.left_s.append(deadline.remaining_s)
+        time.sleep(self._seconds)
+        return super().contains(names, deadline=deadline)
+
+
+@pytest.mark.fault("D4")
+def test_many_that_wait_for_the_pool_are_looked_for_together(stand: Stand) -> None:
+    """One look after the other, each with its whole time, whoever waits; and rarer while nothing comes."""
+    stand.pages = sample_chain(1, 3)
+    with Watched(0.05) as pool:
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            asking = [asyncio.create_task(client.post("/pd/prefill", json=envelope())) for _ in range(40)]
+            found = await asyncio.gather(*asking)
+            assert {one.json()["kind"] for one in found} == {"late"}
+            assert min(pool.left_s) > 1.0
+            assert len(pool.left_s) < 40
+            pool.left_s.clear()
+            asking = [asyncio.create_task(client.post("/pd/prefill", json=envelope())) for _ in range(40)]
+            while not pool.left_s:
+                await asyncio.sleep(0.01)
+            pool.put(items(stand.pages), deadline=soon())
+            assert {one.status_code for one in await asyncio.gather(*asking)} == {200}
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool, pool_timeout_s=2.0))
+
+
+@pytest.mark.fault("D4")
+def test_everybody_gets_one_look(stand: Stand) -> None:
+    """However little time there is, and however long the looks of others take."""
+    stand.pages = sample_chain(1, 3)
+    with Watched(0.1) as pool:
+        pool.put(items(stand.pages), deadline=soon())
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            asking = [asyncio.create_task(client.post("/pd/prefill", json=envelope())) for _ in range(20)]
+            assert {one.status_code for one in await asyncio.gather(*asking)} == {200}
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool, pool_timeout_s=0.01))
+
+
+@pytest.mark.fault("D4")
+def test_who_leaves_is_looked_for_no_more(stand: Stand) -> None:
+    stand.pages = sample_chain(1, 3)
+    with Watched(0.0) as pool:
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            looks = node._looks
+            names = [page.meta.name for page in stand.pages]
+            waiting = asyncio.create_task(looks.until_held(names, 600.0))
+            while not pool.left_s:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            assert looks._looking is not None
+            await asyncio.wait_for(asyncio.shield(looks._looking), 20)  # it ends by itself
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool))
+
+
+def test_a_node_that_ends_tells_who_waits(stand: Stand) -> None:
+    stand.pages = sample_chain(1, 3)
+    with MemoryStore(1 << 20) as pool:
+
+        async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+            asking = asyncio.create_task(client.post("/pd/prefill", json=envelope()))
+            while not node._looks._waiters:
+                await asyncio.sleep(0.01)
+            await node.stop()
+            assert (await asyncio.wait_for(asking, 20)).json()["kind"] == "late"
+
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool, pool_timeout_s=600.0))
+
+
+# --- tickets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("B3")
+def test_a_ticket_is_for_one_request_and_one_answer(stand: Stand) -> None:
+    """What a prefill node gives is taken once; forged, replayed, expired ones and those of another model are not."""
+    stand.pages = []
+    made: list[dict[str, Any]] = []
+
+    async def prefill(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        found = await client.post("/pd/prefill", json=envelope())
+        assert found.status_code == 200, found.text
+        made.append(found.json()["ticket"])
+
+    async def decode(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        async def kind(given: Any, **more: Any) -> str:
+            found = await client.post("/pd/decode", json={**envelope(ticket=given), **more})
+            return str(found.json().get("kind", found.status_code))
+
+        (good,) = made
+        for changed in ({"num_prompt_tokens": 71}, {"mac": "0" * 64}, {"mac": ""}, {"nonce": "0" * 64}, {"model": "x"}):
+            assert await kind({**good, **changed}) == "foreign"
+        assert await kind(ticket(model="another")) == "foreign"
+        assert await kind(ticket(identity="00")) == "foreign"
+        assert await kind(ticket(expires_at_ms=int(time.time() * 1000) - 5)) == "expired"
+        other = {**envelope()["body"], "prompt": [2] * 70}
+        assert await kind(good, body=other) == "foreign"
+        assert len(stand.asked) == 3, "vLLM has heard of none of them"
+
+        async def fail(body: dict[str, Any]) -> Response:
+            return JSONResponse({"error": {"message": "no"}}, 500)
+
+        stand.answer = fail
+        assert await kind(good) == "502"  # no token came of it: it is still good
+        stand.answer = stand.fine
+        assert await kind(good) == "200"
+        assert await kind(good) == "used"
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.PREFILL, prefill, pool=pool))
+        asyncio.run(at(stand, Role.DECODE, decode, pool=pool))
+
+
+@pytest.mark.fault("B3")
+def test_strangers_get_nothing_done(stand: Stand) -> None:
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        for path in ("/pd/prefill", "/pd/decode", "/pd/hello", "/pd/attempts/x"):
+            for headers in ({}, {"authorization": f"Bearer {KEY.text}"}):
+                found = await client.post(path, json=envelope(), headers=headers, auth=httpx2.Auth())
+                assert found.status_code == 401
+        assert len(stand.asked) == 1, "vLLM was asked who it is, and nothing else"
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.PREFILL, use, pool=pool))

@@ -21,6 +21,7 @@ from rich.text import Text
 from headwater import __version__, config, draw
 from headwater.build import open_local
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreBusy, StoreError
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, attach, audit
@@ -72,6 +73,16 @@ Directory = Annotated[
         metavar="DIR",
         help="Directory of the store; $HEADWATER_DIR, or ~/.cache/headwater/store, where none is given.",
         show_default=False,
+    ),
+]
+
+
+NodeKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The key that all routers and nodes of a fleet hold, and nobody else.",
+        show_default="$HEADWATER_NODE_KEY_FILE, $HEADWATER_NODE_KEY, or this user's own, on loopback only",
     ),
 ]
 
@@ -598,6 +609,7 @@ def serve(
             metavar="URL", help="Where routers find this node: http://HOST:PORT.", show_default="where it listens"
         ),
     ] = None,
+    node_key_file: NodeKeyFile = None,
     lease: Annotated[float, typer.Option(help="Seconds that routers believe what this node last said.")] = 6.0,
     drain: Annotated[float, typer.Option(help="Seconds that requests under way get when the server is ended.")] = 0.0,
     pd_timeout: Annotated[float, typer.Option(help="Seconds that a decode node may read one prompt's KV.")] = 10.0,
@@ -632,6 +644,7 @@ def serve(
     ] = config.RECORD_BYTES,
 ) -> None:
     """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
+    from headwater.disagg.key_file import find_node_key
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
     _log_to_stderr()
@@ -641,7 +654,7 @@ def serve(
         name=name,
         host=host,
         port=config.DEFAULT_PORT if port is None else port,
-        api_key=api_key or (config.default_node_key() if router else None) or config.default_api_key(),
+        api_key=api_key or config.default_api_key(),
         device=device,
         dtype=dtype,
         kv=kv,
@@ -658,6 +671,11 @@ def serve(
         node=node,
         index_only=index_only,
         role=_role(role),
+        node_key=(
+            find_node_key(node_key_file)
+            if router or role != Role.MIXED or node_key_file is not None
+            else NodeKey.random(own=True)
+        ),
         routers=tuple(url.rstrip("/") for url in router or ()),
         advertise=None if advertise is None else advertise.rstrip("/"),
         lease_s=lease,
@@ -730,11 +748,14 @@ def vllm_node(
     advertise: Annotated[
         str | None, typer.Option(metavar="URL", help="Where routers find it.", show_default="where it listens")
     ] = None,
-    node_key: Annotated[
+    node_key_file: NodeKeyFile = None,
+    vllm_key: Annotated[
         str | None,
-        typer.Option(help="What router and nodes show each other; better set $HEADWATER_NODE_KEY.", show_default=False),
+        typer.Option(
+            help="What vLLM wants to be shown; better set $HEADWATER_VLLM_KEY, which others here cannot see.",
+            show_default=False,
+        ),
     ] = None,
-    vllm_key: Annotated[str | None, typer.Option(help="What vLLM wants to be shown.", show_default=False)] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
     pool_timeout: Annotated[float, typer.Option(help="Seconds until the pool has a prompt that was computed.")] = 30.0,
     lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
@@ -742,7 +763,7 @@ def vllm_node(
     wait: Annotated[float, typer.Option(help="Seconds to wait for vLLM at the start.")] = 600.0,
 ) -> None:
     """Stand before a vLLM server with Headwater's connector, so that our router can use it as a node."""
-    from headwater.core.role import Role
+    from headwater.disagg.key_file import find_node_key
     from headwater.serve import vllm_start
     from headwater.serve.vllm_node import NodeOptions
 
@@ -757,8 +778,8 @@ def vllm_node(
     options = NodeOptions(
         vllm=vllm,
         role=Role(role),
-        api_key=node_key or config.default_node_key(),
-        vllm_key=vllm_key,
+        node_key=find_node_key(node_key_file),
+        vllm_key=vllm_key or config.default_vllm_key(),
         max_requests=max_requests,
         request_timeout_s=timeout,
         pool_timeout_s=pool_timeout,
@@ -796,14 +817,13 @@ def router(
         typer.Option(metavar="DIR", help="A directory with the model's tokenizer, to ask the index about text."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Clients must show it; better set $HEADWATER_API_KEY.", show_default=False)
-    ] = None,
-    node_key: Annotated[
         str | None,
         typer.Option(
-            help="What router and nodes show each other; better set $HEADWATER_NODE_KEY.", show_default="the API key"
+            help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see.",
+            show_default=False,
         ),
     ] = None,
+    node_key_file: NodeKeyFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that it may wait for a node with room.")] = 30.0,
     silence: Annotated[
@@ -814,13 +834,14 @@ def router(
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away (429).")] = 1024,
 ) -> None:
     """Stand before prefill, decode and mixed nodes: one address for clients, who is asked, and whether again."""
+    from headwater.disagg.key_file import find_node_key
     from headwater.disagg.settings import RouterConfig
     from headwater.serve import router_start
 
     _log_to_stderr()
     options = RouterConfig(
         api_key=api_key or config.default_api_key(),
-        node_key=node_key or config.default_node_key(),
+        node_key=find_node_key(node_key_file),
         request_timeout_s=timeout,
         queue_timeout_s=queue_timeout,
         silence_s=silence,
@@ -837,6 +858,27 @@ def router(
         model=model,
         say=typer.echo,
     )
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The node's name.")],
+    router: Annotated[str, typer.Option(metavar="URL", help="The router: http://HOST:PORT.")],
+    back: Annotated[bool, typer.Option("--back", help="Give it requests again.")] = False,
+    node_key_file: NodeKeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Have a router give a node nothing new, so that it can be ended when it has finished what it has."""
+    from headwater.disagg.key_file import find_node_key
+    from headwater.serve import operate
+
+    config.require_url("an address of a router", router.rstrip("/"))
+    found = operate.drain(router.rstrip("/"), node, draining=not back, key=find_node_key(node_key_file))
+    if as_json:
+        _print_json({"command": "drain", **found})
+    else:
+        state = "gets nothing new" if found["draining"] else "gets requests"
+        typer.echo(f"{found['node']} {state}, and works on {found['requests']} requests of this router")
 
 
 @app.command()

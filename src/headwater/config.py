@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 from headwater.core.errors import InvalidConfig
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 
 log: Final = logging.getLogger("headwater")
@@ -206,6 +207,7 @@ class ServeConfig:
     node: str | None = None  # what this process is called there; None: see `default_node`
     index_only: bool = False  # only the index is kept: see `check_index_only`
     role: Role = Role.MIXED
+    node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
     routers: tuple[str, ...] = ()  # who is told that this node is here: http://HOST:PORT
     advertise: str | None = None  # where routers find this node; None: where it listens
     lease_s: float = 6.0  # routers believe for so long that it is here
@@ -300,6 +302,16 @@ class ServeConfig:
             raise InvalidConfig(f"a node's name is printable ASCII without spaces, not {self.node!r}")
         if self.routers and self.lease_s > 3600:
             raise InvalidConfig(f"a lease is at most an hour, not {self.lease_s} s")
+        if not isinstance(cast(object, self.node_key), NodeKey):
+            raise InvalidConfig("node_key must be a NodeKey")
+        if self.in_fleet:
+            places = (self.host, *self.routers, *(() if self.advertise is None else (self.advertise,)))
+            require_node_key(self.node_key, *places)
+
+    @property
+    def in_fleet(self) -> bool:
+        """Whether this server works for routers."""
+        return bool(self.routers) or self.role is not Role.MIXED
 
     def _check_reach(self, router: str) -> None:
         """A router on another machine has to find this node."""
@@ -476,9 +488,31 @@ def pd_via(environ: Mapping[str, str] = os.environ) -> str:
     return ways.pop() if ways else POOL_WAY
 
 
+def default_node_key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file with the key of a fleet's routers and nodes: `HEADWATER_NODE_KEY_FILE`; none where that is missing.
+
+    Raises InvalidConfig where the key itself is named too.
+    """
+    named = environ.get("HEADWATER_NODE_KEY_FILE")
+    if named and environ.get("HEADWATER_NODE_KEY"):
+        raise InvalidConfig("HEADWATER_NODE_KEY_FILE and HEADWATER_NODE_KEY: which of them?")
+    return Path(named) if named else None
+
+
 def default_node_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What a router and its nodes show each other: `HEADWATER_NODE_KEY`; none where that is empty or missing."""
+    """The key itself: `HEADWATER_NODE_KEY`; none where that is empty or missing."""
     return environ.get("HEADWATER_NODE_KEY") or None
+
+
+def default_vllm_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a vLLM server wants to be shown: `HEADWATER_VLLM_KEY`; none where that is empty or missing."""
+    return environ.get("HEADWATER_VLLM_KEY") or None
+
+
+def own_node_key_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's own key is kept, for fleets that are given none."""
+    base = environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "headwater" / "node.key"
 
 
 def require_url(what: str, url: object) -> None:
@@ -491,6 +525,17 @@ def require_url(what: str, url: object) -> None:
         fine = bare = False
     if not (fine and bare):
         raise InvalidConfig(f"{what} is http://HOST:PORT, not {str(url).rpartition('@')[2]!r:.80}")
+
+
+def require_node_key(key: NodeKey, *places: str) -> None:
+    """Raise InvalidConfig if a fleet that was given no key reaches beyond loopback. `places` are hosts or URLs."""
+    for place in places if key.own else ():
+        host = (urlsplit(place).hostname or "") if "://" in place else place
+        if not is_loopback(host):
+            raise InvalidConfig(
+                f"without a node key routers and nodes are on loopback only, and {place} is not: start all of them "
+                "with the same --node-key-file (or HEADWATER_NODE_KEY)"
+            )
 
 
 def is_loopback(host: str) -> bool:

@@ -1,14 +1,18 @@
 """A pool, a router and nodes, as processes of this machine that are started together and end together: `headwater pd`.
 
-The programs are the commands that users run. Each writes its log to a file; who dies is named, with the last words of
-its log. Children are ended by their handles, nodes before the router; should this process be killed, the kernel ends
-them. The pool, unless one is named, is a store in memory that needs no server and is removed at the end.
+The programs are the commands that users run. They know each other by a key that is made for them, and is passed in a
+file that only this user can read. Each writes its log to a file; who dies is named, with the last words of its log.
+Children are ended by their handles, nodes before the router; should this process be killed, the kernel ends them. The
+pool, unless one is named, is a store in memory that needs no server. It is removed at the end, with the key; should
+this process be killed, by one that waits for nothing else (`fleet_guardian.py`). The logs go too, unless the fleet
+failed or was killed: somebody will want to read them.
 
 Not here: what routers and nodes do, restarting who died.
 """
 
 import ctypes
 import http.client
+import os
 import re
 import select
 import shutil
@@ -25,10 +29,13 @@ from types import TracebackType
 from typing import Final, Self
 from urllib.parse import urlsplit
 
+from headwater import fleet_guardian
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
+from headwater.disagg.key_file import read_node_key, write_node_key
 from headwater.storage.scratch import memory_root
 
 # The commands, and not their functions: what runs is what users run. -P: nothing from where we happen to stand.
@@ -39,6 +46,8 @@ _STOP_S: Final = 20.0  # for a process to end; then it is killed
 _LOOK_S: Final = 0.1
 _LAST_LINES: Final = 8  # of a log, that are shown
 _PR_SET_PDEATHSIG: Final = 1
+
+_PREFIX: Final = "headwater-pd-"
 
 _libc: Final = ctypes.CDLL(None)
 
@@ -69,8 +78,8 @@ class FleetOptions:
 class Child:
     """A process of the fleet."""
 
-    def __init__(self, name: str, role: Role | None, command: Sequence[str], log: Path) -> None:
-        """Start it. `role` None: the router."""
+    def __init__(self, name: str, role: Role | None, command: Sequence[str], log: Path, *, holds: int) -> None:
+        """Start it. `role` None: the router. `holds` is a descriptor that it keeps open while it lives."""
         self.name = name
         self.role = role
         self.log = log
@@ -83,6 +92,7 @@ class Child:
                 stderr=output,
                 text=True,
                 start_new_session=True,  # a Ctrl-C is ours to pass on, in order
+                pass_fds=(holds,),
                 preexec_fn=_end_with_parent,
             )
 
@@ -143,10 +153,13 @@ class Fleet:
     """A router and its nodes, ready when the block is entered; all of them gone at its end."""
 
     def __init__(self, options: FleetOptions, *, directory: Path | None = None) -> None:
-        """Logs go to `directory`, which stays; without one, to a temporary place that does not."""
+        """Logs go to `directory`, which stays; without one, to a temporary place that stays if the fleet fails."""
         self._options = options
         self._stack = ExitStack()
         self._given = directory
+        self._made = False  # the directory is ours to remove
+        self._guardian = -1  # where it hears of directories, and that we are gone
+        self._key_file = Path()
         self.children: dict[str, Child] = {}
         self.url = ""  # of the router
         self.pool = ""
@@ -156,14 +169,19 @@ class Fleet:
         """Start all, and wait until a request could be answered. Blocks. Raises HeadwaterError that says why not."""
         try:
             self._start()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(failed=isinstance(error, HeadwaterError))
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         """End all."""
-        self.close()
+        self.close(failed=isinstance(exc, HeadwaterError))
+
+    @property
+    def node_key(self) -> NodeKey:
+        """What its router and nodes know each other by."""
+        return read_node_key(self._key_file)
 
     @property
     def router(self) -> Child:
@@ -218,8 +236,8 @@ class Fleet:
                 raise HeadwaterError("too few of the fleet are left to answer a request")
             time.sleep(_LOOK_S)
 
-    def close(self) -> None:
-        """End all, nodes first. Blocks, for some seconds. Idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """End all, nodes first. Blocks, for some seconds. Idempotent. Of what failed, the logs stay."""
         nodes = [child for child in self.children.values() if child.role is not None]
         rest = [child for child in self.children.values() if child.role is None]
         for group in (nodes, rest):
@@ -228,12 +246,19 @@ class Fleet:
             until_s = time.monotonic() + _STOP_S
             for child in group:
                 child.end(until_s)
+        if self._made and not failed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        self._made = False
         self._stack.close()
 
     def _start(self) -> None:
         options = self._options
         until_s = time.monotonic() + _START_S
-        self.directory = self._given or self._temporary(Path(tempfile.gettempdir()))
+        self.directory = self._given or Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._made = self._given is None
+        self._guardian = self._start_guardian()
+        self._key_file = self._temporary(Path(tempfile.gettempdir())) / "node.key"
+        write_node_key(self._key_file, NodeKey.random())
         self.pool = options.pool or self._make_pool()
         port = [] if options.port is None else ["--port", str(options.port)]
         router = self._spawn("router", None, ["router", "--host", options.host, *port, *options.router])
@@ -249,9 +274,30 @@ class Fleet:
         self.wait(until_s)
 
     def _spawn(self, name: str, role: Role | None, arguments: Sequence[str]) -> Child:
-        child = Child(name, role, [*self._options.command, *arguments], self.directory / f"{name}.log")
+        command = [*self._options.command, *arguments, "--node-key-file", str(self._key_file)]
+        child = Child(name, role, command, self.directory / f"{name}.log", holds=self._guardian)
         self.children[name] = child
         return child
+
+    def _start_guardian(self) -> int:
+        """Start who cleans up after us, whatever happens to us; what to write to. Every child holds that open too."""
+        read, write = os.pipe()
+        try:
+            guardian = subprocess.Popen(  # noqa: S603  our own program
+                [sys.executable, "-I", "-S", fleet_guardian.__file__],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
+        self._stack.callback(_end, guardian)
+        self._stack.callback(os.close, write)
+        return write
 
     def _make_pool(self) -> str:
         limit_bytes = self._options.pool_bytes
@@ -260,7 +306,8 @@ class Fleet:
         return f"local:{path}"
 
     def _temporary(self, root: Path) -> Path:
-        path = Path(tempfile.mkdtemp(prefix="headwater-pd-", dir=root))
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        os.write(self._guardian, fleet_guardian.describe(path).encode())
         self._stack.callback(shutil.rmtree, path, ignore_errors=True)
         return path
 
@@ -268,6 +315,15 @@ class Fleet:
 def _end_with_parent() -> None:
     """In the child: the kernel ends it when its parent is gone, however that ended."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _end(guardian: subprocess.Popen[bytes]) -> None:
+    """Until it has seen that there is nothing to do."""
+    try:
+        guardian.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        guardian.kill()
+        guardian.wait()
 
 
 def _status(url: str) -> int:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from headwater import config
 from headwater.core.errors import HeadwaterError
+from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Signer
 
 _WAIT_S: Final = 600.0  # for the next bytes of an answer
 _SAMPLE: Final = re.compile(r"headwater_(\w+)(?:{(.*)})? (\S+)$")
@@ -29,7 +30,9 @@ class Sample(NamedTuple):
 class Client:
     """One connection. A request must be read to its end before the next; `close` ends one that is not."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, signer: Signer | None = None) -> None:
+        """With a `signer`, requests are signed as a router's are."""
+        self._signer = signer
         parts = urlsplit(url)
         self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=_WAIT_S)
         key = config.default_api_key()  # the server reads it too
@@ -68,10 +71,25 @@ class Client:
         return [Sample(match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])) for match in found]
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> HTTPResponse:
-        content = None if body is None else json.dumps(body)
-        self._connection.request(method, path, content, self._headers)
+        content = b"" if body is None else json.dumps(body).encode()
+        nonce, headers = self._signed(method, path, content)
+        self._connection.request(method, path, content or None, {**self._headers, **headers})
         response = self._connection.getresponse()
+        if self._signer is not None:
+            self._signer.check(nonce, response.status, dict(response.headers))
         if response.status != 200:
             said = response.read(1000).decode(errors="replace")
             raise HeadwaterError(f"status {response.status}: {said}")
         return response
+
+    def _signed(self, method: str, path: str, content: bytes) -> tuple[str, dict[str, str]]:
+        if self._signer is None:
+            return "", {}
+        if self._signer.challenge is None:
+            nonce, header = self._signer.hello()
+            self._connection.request("GET", HELLO_PATH, headers={HELLO: header})
+            response = self._connection.getresponse()
+            response.read()
+            self._signer.check(nonce, response.status, dict(response.headers))
+        nonce, header = self._signer.sign(method=method, target=path, body=content)
+        return nonce, {AUTH: header}

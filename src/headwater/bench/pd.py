@@ -28,6 +28,7 @@ from headwater.bench.ttft import SHAPES
 from headwater.config import pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
+from headwater.disagg.node_auth import Signer, node_called
 from headwater.fleet import Fleet, FleetOptions
 from headwater.pool import local as mooncake
 from headwater.pool.redis import redis_server
@@ -229,10 +230,13 @@ def _medians(asked: Sequence[Asked]) -> dict[str, float]:
 
 def _steady(fleet: Fleet, options: Options, asked: Sequence[Asked]) -> Steady:
     num_tokens = min((length for length in options.lengths if length >= LONG_TOKENS), default=max(options.lengths))
+    prefill, decode = fleet.of(Role.PREFILL)[0], fleet.of(Role.DECODE)[0]
     return Steady(
         router=fleet.url,
-        prefill=fleet.of(Role.PREFILL)[0].url,
-        decode=fleet.of(Role.DECODE)[0].url,
+        prefill=prefill.url,
+        decode=decode.url,
+        prefill_signer=Signer(fleet.node_key, node_called(prefill.name, prefill.url)),
+        decode_signer=Signer(fleet.node_key, node_called(decode.name, decode.url)),
         streams=options.streams,
         pairs=options.pairs,
         loads=options.loads,

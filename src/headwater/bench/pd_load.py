@@ -20,6 +20,7 @@ from typing import Any, Final
 from headwater.bench.client import Client
 from headwater.bench.report import Tell
 from headwater.core.errors import HeadwaterError, InvalidInput
+from headwater.disagg.node_auth import Signer
 from headwater.replay.trace import Record, Trace
 
 COMPLETIONS: Final = "/v1/completions"
@@ -74,7 +75,7 @@ def body_of(prompt: Sequence[int], *, max_tokens: int, salt: str) -> dict[str, A
     }
 
 
-def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS) -> Answer:
+def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS, signer: Signer | None = None) -> Answer:
     """Ask on a connection of its own, because servers close idle ones, and read the answer to its end.
 
     Blocks. Raises HeadwaterError where there is no answer, or no whole one.
@@ -83,7 +84,7 @@ def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS) -> Answer
     first_s: float | None = None
     text, ended, usage = "", False, None
     try:
-        with Client(url) as client:
+        with Client(url, signer) as client:
             for event in client.events(path, body):
                 for choice in event["choices"]:
                     if choice["text"]:

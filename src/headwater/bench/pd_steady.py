@@ -21,6 +21,7 @@ from headwater.bench.client import Client
 from headwater.bench.pd_load import COMPLETIONS, ask, body_of, prompt_of
 from headwater.bench.report import Samples, Tell
 from headwater.core.errors import HeadwaterError
+from headwater.disagg.node_auth import Signer
 
 _BEGIN_S: Final = 60.0  # for all streams to say something
 _SETTLE_S: Final = 0.15  # between two windows
@@ -40,6 +41,8 @@ class Steady:
     router: str  # addresses
     prefill: str
     decode: str
+    prefill_signer: Signer  # what they believe
+    decode_signer: Signer
     streams: int
     pairs: int
     loads: int  # in a window
@@ -91,7 +94,7 @@ def measure(steady: Steady, samples: Samples, *, tell: Tell | None) -> dict[str,
             for kind in ("idle", "loading") if pair % 2 else ("loading", "idle"):
                 time.sleep(_SETTLE_S)
                 begin_s, before = time.perf_counter(), _num_tokens(streams)
-                taken = _take(steady.decode, tickets if kind == "loading" else [None] * len(tickets), steady.every_s)
+                taken = _take(steady, tickets if kind == "loading" else [None] * len(tickets), steady.every_s)
                 _linger(streams, before, begin_s + _WINDOW_S)
                 windows[kind] = (begin_s, time.perf_counter())
                 if pair >= 0:
@@ -205,19 +208,19 @@ def _prefilled(steady: Steady, name: str) -> dict[str, Any]:
     """What to ask a decode node: the prompt's ticket, and the client's body."""
     prompt = prompt_of(steady.load_tokens, seed=f"load {name}")
     body = body_of(prompt, max_tokens=_LOAD_TOKENS, salt="steady")
-    with Client(steady.prefill) as client:
+    with Client(steady.prefill, steady.prefill_signer) as client:
         found = client.post("/pd/prefill", {"endpoint": COMPLETIONS, "body": body})
     return {"endpoint": COMPLETIONS, "ticket": found["ticket"], "body": body}
 
 
-def _take(url: str, asked: Sequence[dict[str, Any] | None], every_s: float) -> list[Window]:
+def _take(steady: Steady, asked: Sequence[dict[str, Any] | None], every_s: float) -> list[Window]:
     """Take tickets over, one every so often; without them wait as long. When each was being read."""
     found: list[Window] = []
     begin_s = time.perf_counter()
     for number, one in enumerate(asked):
         if one is not None:
             ask_s = time.perf_counter()
-            answer = ask(url, one, path="/pd/decode")
+            answer = ask(steady.decode, one, path="/pd/decode", signer=steady.decode_signer)
             found.append((ask_s, ask_s + answer.ttft_s))
             if answer.computed_tokens >= _LOAD_TOKENS:
                 raise HeadwaterError(f"a decode node computed {answer.computed_tokens} tokens that it was to read")

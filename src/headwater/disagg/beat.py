@@ -16,6 +16,7 @@ from headwater.core.role import Role
 
 MAX_LEASE_S: Final = 3600.0
 MAX_NAME: Final = 200
+NAME_TAKEN: Final = "name_taken"  # the code of a refusal that a lease's end may mend
 
 _COUNT: Final = 1 << 53
 _HEX: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
@@ -66,6 +67,7 @@ class Beat:
     epoch: int = 0  # grows with every start of the process that has this name
     max_model_len: int | None = None  # tokens that a request may have, its answer included
     draining: bool = False  # takes nothing new
+    clock_s: float | None = None  # what its clock on the wall shows
     load: Load = field(default_factory=Load)
     rates: Rates = field(default_factory=Rates)
 
@@ -87,6 +89,8 @@ class Beat:
         _require_number("lease_s", self.lease_s, above=-1, most=MAX_LEASE_S)
         if self.lease_s < 0:
             raise InvalidInput(f"lease_s must not be negative, not {self.lease_s!r}")
+        if self.clock_s is not None:
+            _require_number("clock_s", self.clock_s, above=0, most=1e12)
         if not isinstance(self.draining, bool):
             raise InvalidInput(f"draining must be true or false, not {self.draining!r:.80}")
 

@@ -7,7 +7,8 @@ forward with what this router has sent there since.
 Invariants:
 - All nodes that are there have one identity, layout, block size and model name. Another is refused with a sentence
   (`NodeRefused`); it may come when the last of the others has gone.
-- A name belongs to the newest process that used it (`epoch`), and to one address at a time.
+- A name belongs to one host while its lease runs, and there to the newest process that used it (`epoch`): a node that
+  is started again has its name at once, somebody elsewhere when the lease is over, or was given up.
 - A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
 - A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
   connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
@@ -16,7 +17,9 @@ Invariants:
 import enum
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from headwater.config import is_loopback
 from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.role import Role
@@ -29,6 +32,10 @@ _WEIGHT: Final = 0.2  # of a new measurement
 
 class NodeRefused(InvalidInput):
     """A node that cannot be one of these. The message says what to change."""
+
+
+class NameTaken(NodeRefused):
+    """Another node has this name, and may still live. It may be free when that one's lease is over."""
 
 
 class Came(enum.StrEnum):
@@ -48,6 +55,7 @@ class Entry:
     breaker: Breaker
     since_s: float
     told_to_drain: bool = False
+    doubted: bool = False  # who answers there has not proven to be it
     num_running: int = 0  # our requests there
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     refused_until_s: float = 0.0
@@ -138,6 +146,11 @@ class NodeTable:
     def _require_name(known: Beat, beat: Beat) -> None:
         if beat.epoch < known.epoch:
             raise NodeRefused(f"a newer process is called {beat.node}: give this one another name, or end it")
+        if beat.epoch > known.epoch and _host(beat.url) != _host(known.url):
+            raise NameTaken(
+                f"{beat.node} is the name of a node at {known.url}, and not of one at {beat.url}: give each node a "
+                "name of its own, or end that one first"
+            )
         if beat.epoch == known.epoch and (beat.url, beat.role) != (known.url, known.role):
             raise NodeRefused(
                 f"{beat.node} is the {known.role} node at {known.url}, and not the {beat.role} node at {beat.url}: "
@@ -236,6 +249,7 @@ class NodeTable:
                 "lease_left_s": round(one.until_s - now_s, 3),
                 "draining": one.draining,
                 "told_to_drain": one.told_to_drain,
+                "doubted": one.doubted,
                 "breaker": one.breaker.state.name.lower(),
                 "requests_of_this_router": one.num_running,
                 "pending_tokens": one.pending_tokens,
@@ -251,6 +265,11 @@ class NodeTable:
             state = "draining" if one.draining else "resting" if one.resting else "usable" if one.free_slots else "full"
             found[one.role, state] += 1
         return found
+
+
+def _host(url: str) -> str:
+    host = urlsplit(url).hostname or ""
+    return "localhost" if is_loopback(host) else host
 
 
 def _require_fit(here: Beat, beat: Beat) -> None:

@@ -18,6 +18,7 @@ class Reason(enum.StrEnum):
     FOREIGN = "foreign"  # what it had is another page, or no such tail
     EXPIRED = "expired"
     UNKNOWN_VERSION = "unknown_version"  # somebody newer wrote it
+    USED = "used"  # the ticket was answered before
     FULL = "full"  # the pool has no room
     LATE = "late"  # not done by the deadline
     DOWN = "down"  # the pool was not asked: it is left alone after failures, or its calls do not return

@@ -2,7 +2,9 @@
 
 A ticket names the pages that hold a prompt's KV, every full block and the partial tail, and says where to go on: the
 first token and the sampler's state. It is made only when the pool has all of them (rule 7), so whoever has one may
-read. It holds no KV, no address and no secret; what it names proves itself (rule 5).
+read. It holds no KV, no address and no secret; what it names proves itself (rule 5). When it leaves its node it is
+sealed (`sealed`): a MAC over all it says, with a key of the fleet's. A node takes none that is not (`is_sealed`), and
+each once (`used.py`).
 
 Here is what it may say, how it looks as JSON, and whether a node can use it (`check`). Not here: how its keys are made
 (`prompt.py`), who reads and writes the pages (`handoff.py`).
@@ -14,17 +16,21 @@ what `encode` made, of this format, and nothing else; both keep the bounds below
 import base64
 import binascii
 import enum
+import hashlib
+import hmac
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.node_key import NodeKey
 from headwater.core.page import KEY_BYTES
 
-FORMAT: Final = 1  # of the JSON below; another one is refused, never guessed at
+FORMAT: Final = 2  # of the JSON below; another one is refused, never guessed at
 NONCE_BYTES: Final = 32
 MAX_TICKET_BYTES: Final = 8 << 20  # of JSON
 MAX_BLOCKS: Final = 1 << 17
@@ -33,6 +39,7 @@ MAX_TOP: Final = 64  # alternatives to the first token
 MAX_COUNTS: Final = 1 << 16  # different tokens of an answer
 MAX_HELD_CHARS: Final = 4096  # of text that may begin a stop string
 
+_PURPOSE: Final = "tickets 1"  # of the key that they are sealed with
 _U32: Final = 1 << 32
 _U63: Final = 1 << 63
 
@@ -116,6 +123,7 @@ class Ticket:
     expires_at_ms: int  # wall clock; the tail lives a little longer
     pool: str  # which sort of pool the pages are in
     finish: Finish = Finish.GOES_ON
+    mac: str = ""  # hex, over all the rest: see `sealed`
 
     def __post_init__(self) -> None:
         """Refuse what is no ticket."""
@@ -131,6 +139,8 @@ class Ticket:
         _require_int("expires_at_ms", self.expires_at_ms, 1, _U63)
         if not isinstance(self.finish, Finish):
             raise InvalidInput(f"not a finish: {self.finish!r}")
+        if not (isinstance(cast(object, self.mac), str) and re.fullmatch("|[0-9a-f]{64}", self.mac)):
+            raise InvalidInput("a MAC is 64 digits in lower-case hex")
         self._check_blocks()
 
     def _check_blocks(self) -> None:
@@ -160,10 +170,10 @@ class Ticket:
         """Blocks to be read, the tail included: so many slots are needed for the prompt."""
         return len(self.keys) + (self.tail is not None)
 
-    def encode(self) -> str:
-        """The ticket as JSON."""
+    def document(self) -> dict[str, Any]:
+        """The ticket as plain values."""
         tail = None if self.tail is None else {"key": self.tail.key.hex(), "valid_tokens": self.tail.valid_tokens}
-        document = {
+        return {
             "headwater_ticket": FORMAT,
             "request": self.request,
             "identity": self.identity.hex(),
@@ -185,8 +195,20 @@ class Ticket:
             "expires_at_ms": self.expires_at_ms,
             "pool": self.pool,
             "finish": self.finish.value,
+            "mac": self.mac,
         }
-        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+    def encode(self) -> str:
+        """The ticket as JSON."""
+        return json.dumps(self.document(), separators=(",", ":"), allow_nan=False)
+
+    def sealed(self, key: NodeKey) -> "Ticket":
+        """The same ticket, with a MAC that nobody can make who has not the fleet's key."""
+        return replace(self, mac=mac_of(self.document(), key))
+
+    def is_sealed(self, key: NodeKey) -> bool:
+        """Whether somebody with that key sealed it, and nothing was changed since."""
+        return hmac.compare_digest(mac_of(self.document(), key), self.mac)
 
 
 def decode(text: str | bytes) -> Ticket:
@@ -201,6 +223,15 @@ def decode(text: str | bytes) -> Ticket:
     except (KeyError, TypeError, ValueError, RecursionError) as error:  # InvalidInput is a ValueError
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InvalidInput(f"not a ticket: {said:.200}") from error
+
+
+def mac_of(document: Mapping[str, Any], key: NodeKey) -> str:
+    """The MAC of a ticket's values, whatever order they are in and whatever `mac` they have already. Pure.
+
+    Also for tickets that are not of this format: those of other engines (`vllm_ticket.py`).
+    """
+    said = json.dumps({**document, "mac": ""}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hmac.digest(key.derived(_PURPOSE), said.encode(), hashlib.sha256).hex()
 
 
 def check(
@@ -269,6 +300,7 @@ def _ticket(document: Mapping[str, Any]) -> Ticket:
         expires_at_ms=document["expires_at_ms"],
         pool=document["pool"],
         finish=Finish(document["finish"]),
+        mac=document["mac"],
     )
 
 

@@ -8,8 +8,10 @@ anybody knowing, and what that saves is nothing beside a prompt.
 
 Not here: which node, whether to try another (`router.py`), what reaches the client.
 
-Invariants: every failure of a node is an `Unanswered`, nothing else escapes but the caller's own errors; an answer is
-held up to `max_answer_bytes`, an event up to MAX_EVENT_BYTES; nothing is read from the environment.
+Invariants: nothing of a request is sent to a process that has not proven to hold the fleet's key, and no answer counts
+whose head does not prove it again (`signing.py`); every failure of a node is an `Unanswered`, nothing else escapes but
+the caller's own errors; an answer is held up to `max_answer_bytes`, an event up to MAX_EVENT_BYTES; nothing is read
+from the environment.
 """
 
 import asyncio
@@ -21,7 +23,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
+from headwater.disagg.node_auth import NotProven, node_called
+from headwater.disagg.signing import Peer
 
 try:
     import httpx2
@@ -36,8 +41,9 @@ FIRST_SECONDS: Final = "x-headwater-first-s"
 
 # What a decode node may say of the pages that a ticket names, where only another prefill helps; all else that goes
 # wrong with its reading is its own, and another node may do better.
-PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "unknown_version"})
+PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "unknown_version", "used"})
 
+_NO_ROOM: Final = (429, 503)
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_REASON: Final = 300
 _TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
@@ -150,20 +156,22 @@ class Relay:
         silence_s: float,
         probe_s: float,
         max_answer_bytes: int,
-        node_key: str | None = None,
+        node_key: NodeKey,
     ) -> None:
-        """`node_key` is sent to nodes as a bearer token."""
+        """What is sent is signed with `node_key`."""
         self._silence_s = silence_s
         self._probe_s = probe_s
         self._limit_bytes = max_answer_bytes
         self._connect_s = connect_s
         self._headers = {"accept-encoding": "identity", "user-agent": "headwater-router", "connection": "close"}
-        if node_key is not None:
-            self._headers["authorization"] = f"Bearer {node_key}"
+        self._key = node_key
         self._clients: dict[bool, httpx2.AsyncClient] = {}
+        self._peers: dict[str, Peer] = {}  # by name
 
     async def aclose(self) -> None:
         """Close everything. Idempotent."""
+        for peer in self._peers.values():
+            peer.close()
         for client in self._clients.values():
             await client.aclose()
 
@@ -200,6 +208,8 @@ class Relay:
             if watch is None or watch.why is None:
                 raise  # the caller's own
             raise Unanswered(Trouble.HUNG, f"{hop.node} {watch.why}") from None
+        except NotProven as error:
+            raise _untrusted(hop.node, error) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
 
@@ -211,9 +221,50 @@ class Relay:
             ATTEMPT: hop.attempt,
             TIMEOUT: f"{max(hop.timeout_s, 0.0):.3f}",
         }
+        peer = self._peer(hop.node, hop.url)
+        if not peer.proven:
+            await self._prove(hop.node, peer)
         client = self._client(hop.url)
         request = client.build_request("POST", hop.url + hop.path, content=hop.content, headers=headers)
-        return await client.send(request, stream=True)
+        return await client.send(request, stream=True, auth=peer.auth)
+
+    # --- whether a node is one ----------------------------------------------------------------------------------------
+
+    async def greet(self, node: str, url: str) -> str | None:
+        """Have a node prove that it holds the key, ahead of its next request; why it is not trusted, if it is not.
+
+        Waits `probe_s` at most. One that does not answer, or has no room, is asked again when it is needed.
+        """
+        with suppress(TimeoutError, OSError, UnicodeError):
+            async with asyncio.timeout(self._probe_s):
+                try:
+                    await self._peer(node, url).prove(connect_s=self._connect_s)
+                except NotProven as error:
+                    return None if error.status in _NO_ROOM else f"{node} is not trusted: {error}"
+        return None
+
+    def forget(self, node: str) -> None:
+        """It has gone: let go of the connection to it."""
+        peer = self._peers.pop(node, None)
+        if peer is not None:
+            peer.close()
+
+    def _peer(self, node: str, url: str) -> Peer:
+        peer = self._peers.get(node)
+        if peer is None or peer.url != url:
+            self.forget(node)
+            peer = self._peers[node] = Peer(self._key, node_called(node, url), url)
+        return peer
+
+    async def _prove(self, node: str, peer: Peer) -> None:
+        try:
+            await peer.prove(connect_s=self._connect_s)
+        except NotProven as error:
+            raise _untrusted(node, error) from error
+        except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
+            raise Unanswered(Trouble.BROKEN, f"the connection to {node} failed: {_words(error)}") from error
+
+    # --- whether it still works ---------------------------------------------------------------------------------------
 
     @property
     def silence_s(self) -> float:
@@ -225,9 +276,12 @@ class Relay:
         silent = f"said nothing for {self._silence_s:g} s"
         try:
             async with asyncio.timeout(self._probe_s):
-                found = await self._client(hop.url).get(f"{hop.url}/pd/attempts/{hop.attempt}")
+                auth = self._peer(hop.node, hop.url).auth
+                found = await self._client(hop.url).get(f"{hop.url}/pd/attempts/{hop.attempt}", auth=auth)
         except (TimeoutError, httpx2.HTTPError):
             return f"{silent}, nor when it was asked"
+        except NotProven as error:
+            return f"{silent}, and is not trusted: {error}"
         if found.status_code != 200:
             return f"{silent}, and does not know this request"
         idle = (_object(found.content) or {}).get("idle_s")
@@ -286,7 +340,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
     said = error.get("message")
     reason = said[:_MAX_REASON] if isinstance(said, str) and said else f"status {status}"
     about = f"{node}: {reason}"
-    if status in (429, 503):
+    if status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, about, status=503)
     if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
         return Unanswered(Trouble.REJECTED, reason, status=status, document=dict(document))
@@ -296,6 +350,13 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
         where = f" from block {at} on" if isinstance(at, int) else ""
         return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
     return Unanswered(Trouble.FAILED, about)
+
+
+def _untrusted(node: str, error: NotProven) -> Unanswered:
+    """What an answer means that anybody may have given. Nothing of it counts, but that there is no room."""
+    if error.status in _NO_ROOM:
+        return Unanswered(Trouble.REFUSED, f"{node}: status {error.status}", status=503)
+    return Unanswered(Trouble.BROKEN, f"{node} is not trusted: {error}")
 
 
 async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:

@@ -18,7 +18,10 @@ Invariants:
                           |-----/pd/decode----> decode node    reads the pool, answers: the first token too
                           `-----/v1/...-------> mixed node     does both
 
-All bodies are JSON. Every request of the router has these headers; `Authorization: Bearer KEY` too, where there is one:
+All bodies are JSON. Everything under `/pd/`, and what the router sends to mixed nodes, is signed with the fleet's key,
+and so is the head of every answer: `node_auth.py` has those headers. 401: it is not, or not for this process, or for
+the second time. A prompt goes only to a process that has proven to hold the key (`GET /pd/hello`: 204) and is still
+there (`signing.py`). Every request of the router also has these headers:
 
     x-request-id            the client's, or one that the router made: for logs, tickets, the answer's id. Not unique
     x-headwater-attempt     hex, one per attempt: unique
@@ -30,9 +33,10 @@ All bodies are JSON. Every request of the router has these headers; `Authorizati
 
     200  {"ticket": {...}, "usage": {"prompt_tokens", "cached_tokens", "computed_tokens"},
           "phases": {"pool_s", "queue_s", "prefill_s", "pool_write_s"}}
-         only when the pool has every block. `ticket` is opaque here, but for its `identity` (hex), which must be the
-         one in the heartbeat. `pool_s`: seconds spent writing that computing did not hide. All but the ticket may lack.
-         The parts become some of `usage.headwater.phases` of the answer, beside those that the decode node says there
+         only when the pool has every block. `ticket` is sealed, and opaque here but for its `identity` (hex), which
+         must be the one in the heartbeat. `pool_s`: seconds spent writing that computing did not hide. All but the
+         ticket may lack. The parts become some of `usage.headwater.phases` of the answer, beside those that the decode
+         node says there
 
 `POST /pd/decode`: {"endpoint", "ticket", "body"}
 
@@ -42,7 +46,7 @@ All bodies are JSON. Every request of the router has these headers; `Authorizati
          `x-headwater-first-s`, seconds from the request to the first token. An event {"error": {...}} ends a stream
          that cannot go on
     502  {"error": {...}, "kind": K, "first_missing_block": N}, never after a token. With K missing, damaged, foreign,
-         expired or unknown_version the router has the prompt prefilled again; with any other it asks another node
+         expired, unknown_version or used the router has the prompt prefilled again; with any other it asks another node
 
 A mixed node gets the client's body at the client's path, and answers as above.
 
@@ -63,23 +67,28 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
 
     {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
      "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,
-     "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,
+     "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,  "clock_s": wall clock,
      "load": {"running", "waiting", "free_slots": requests that it would take now; at 0 it would refuse},
      "rates": {"prefill_tokens_per_s", "decode_tokens_per_s", "pool_tokens_per_s"}}      all from "epoch" on may lack
 
     200  {"node", "came": "new" | "known" | "left", "draining": whether it will be given anything new}
-    400  a field is wrong           409  it does not fit those that are here: the message says what to change
+    400  a field is wrong           409  it does not fit those that are here: the message says what to change. With the
+                                         code `name_taken` another host's node has its name, until its lease ends
 
 `POST /pd/drain` at the router: {"node", "draining": bool, true if left out}. 200 {"node", "draining", "requests": of
 this router that it still works on}, 404 if no such node is there.
 """
 
 import asyncio
+import logging
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+from headwater.config import is_loopback
 from headwater.core.role import Role
 from headwater.disagg.asking import Asker
 from headwater.disagg.beat import Beat
@@ -93,6 +102,9 @@ from headwater.disagg.settings import RouterConfig
 from headwater.disagg.trip import Call, Client, NoAnswer, Outcome, Trip
 from headwater.metrics import Metrics
 
+log: Final = logging.getLogger("headwater")
+
+_CLOCKS_S: Final = 10.0  # that a node's clock may differ, before that is told
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _Taken = tuple[Candidate, Visit]
 
@@ -110,7 +122,7 @@ class Router:
             silence_s=config.silence_s,
             probe_s=config.probe_timeout_s,
             max_answer_bytes=config.max_answer_bytes,
-            node_key=config.key_for_nodes,
+            node_key=config.node_key,
         )
         self._asker = Asker(self._relay, self.nodes, metrics, changed=self._changed)
         self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
@@ -119,10 +131,15 @@ class Router:
         self._num_promised = 0
         self._turns = {False: 0, True: 0}  # of entries, and of those with a ticket
         self._decisions: deque[dict[str, Any]] = deque(maxlen=config.num_decisions)
+        self._greetings: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         """Close connections. Idempotent."""
         self._looker.close()
+        for task in self._greetings:
+            task.cancel()
+        if self._greetings:
+            await asyncio.wait(self._greetings)
         await self._relay.aclose()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
@@ -130,15 +147,50 @@ class Router:
     def heard(self, beat: Beat) -> dict[str, Any]:
         """Take in a heartbeat; what the node is told. Raises NodeRefused."""
         try:
+            self._require_reach(beat)
             came = self.nodes.heard(beat, self._sweep())
         except NodeRefused as error:
             self.metrics.event("node_refused", node=beat.node, why=str(error))
             raise
         if came is not Came.KNOWN:
             self.metrics.event("node_joined" if came is Came.NEW else "node_left", node=beat.node, role=beat.role)
+        if came is Came.NEW:
+            self._compare_clocks(beat)
+        if self.nodes.get(beat.node) is None:
+            self._relay.forget(beat.node)
+        else:
+            task = asyncio.create_task(self._greet(beat), name=f"greeting {beat.node}")
+            self._greetings.add(task)
+            task.add_done_callback(self._greetings.discard)
         self._changed()
         entry = self.nodes.get(beat.node)
         return {"node": beat.node, "came": came, "draining": entry is not None and entry.draining}
+
+    def _require_reach(self, beat: Beat) -> None:
+        if self.config.node_key.own and not is_loopback(urlsplit(beat.url).hostname or ""):
+            raise NodeRefused(
+                f"this router was given no node key, so it takes nodes on loopback only, and none at {beat.url}: start "
+                "all of them with --node-key-file"
+            )
+
+    def _compare_clocks(self, beat: Beat) -> None:
+        """Tickets expire by the wall clock, so who reads them must have the same time as who made them, or nearly."""
+        ahead_s = 0.0 if beat.clock_s is None else beat.clock_s - time.time()
+        if abs(ahead_s) > _CLOCKS_S:
+            how = "ahead of" if ahead_s > 0 else "behind"
+            log.warning("the clock of %s is %.0f s %s this router's: set both", beat.node, abs(ahead_s), how)
+            self.metrics.event("clock_differs", node=beat.node, ahead_s=ahead_s)
+
+    async def _greet(self, beat: Beat) -> None:
+        """Have a node prove itself again before anybody waits for that."""
+        entry = self.nodes.get(beat.node)
+        if entry is None or entry.beat.url != beat.url:
+            return
+        why = await self._relay.greet(beat.node, beat.url)
+        if why is not None and not entry.doubted:  # once
+            log.warning("%s", why)
+            self.metrics.event("node_unproven", node=beat.node, why=why)
+        entry.doubted = why is not None
 
     def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
         """Give a node nothing new, or something again. Raises InvalidInput if it is not there."""
@@ -153,6 +205,7 @@ class Router:
         now_s = asyncio.get_running_loop().time()
         for node in self.nodes.expire(now_s):
             self.metrics.event("node_expired", node=node)
+            self._relay.forget(node)
         return now_s
 
     def _changed(self) -> None:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from headwater.core.errors import InvalidConfig
+from headwater.core.node_key import NodeKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +13,7 @@ class RouterConfig:
     """A router. Raises InvalidConfig for what cannot work."""
 
     api_key: str | None = field(default=None, repr=False)  # that clients send; None: nobody is asked for one
-    node_key: str | None = field(default=None, repr=False)  # between router and nodes, both ways; None: `api_key`
+    node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
     request_timeout_s: float = 600.0  # from a request's arrival to the end of its answer, and the most a client may ask
     queue_timeout_s: float = 30.0  # that a request waits for a node with room
     lookup_timeout_s: float = 0.02  # for the residency index
@@ -33,7 +34,10 @@ class RouterConfig:
         """Check every field."""
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.name.endswith("_key"):
+            if one.name == "node_key":
+                if not isinstance(value, NodeKey):
+                    raise InvalidConfig("node_key must be a NodeKey")
+            elif one.name == "api_key":
                 if value is not None and not (isinstance(value, str) and re.fullmatch("[!-~]+", value)):
                     raise InvalidConfig(f"{one.name} is printable ASCII without spaces, and not empty")
             elif one.name.endswith("_s"):
@@ -42,8 +46,3 @@ class RouterConfig:
                     raise InvalidConfig(f"{one.name} must be seconds, above 0 and at most a day, not {value!r}")
             elif not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 40):
                 raise InvalidConfig(f"{one.name} must be a whole number from 1, not {value!r}")
-
-    @property
-    def key_for_nodes(self) -> str | None:
-        """What router and nodes show each other."""
-        return self.node_key if self.node_key is not None else self.api_key

@@ -1,6 +1,7 @@
 """A node's application: its routes, and what is said about it.
 
-`/health` is open to everybody; all else wants the key, where there is one (`door.py`). What happens to a request that
+`/health` is open to everybody; all else wants the API key, where there is one (`door.py`), or the fleet's signature. A
+node that listens beyond this machine and has no API key answers its routers alone. What happens to a request that
 generates is in `service.py` and `generate.py`, what routers ask for in `tickets.py`, what an administrator may in
 `revive.py`.
 """
@@ -9,10 +10,13 @@ import asyncio
 from dataclasses import asdict
 from typing import Any, Final
 
+from headwater.config import is_loopback
 from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
 from headwater.serve.door import HEALTH, MODELS, application, body_of, prometheus
 from headwater.serve.errors import ApiError
+from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
 from headwater.serve.openai import Chat, Completions
 from headwater.serve.revive import BRAIN, REVIVE, revive
@@ -99,4 +103,8 @@ def create_app(service: Service) -> Starlette:
         Route(ATTEMPTS + "/{attempt}", attempt),
         *(Route(api.endpoint, Generate(service, api), methods=["POST"]) for api in (Completions(), Chat())),
     ]
-    return application(routes, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key)
+    fleet = FleetGuard(
+        Authenticator(config.node_key, node_called(service.node, service.url)),
+        members_only=config.in_fleet and not is_loopback(config.host),
+    )
+    return application(routes, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key, fleet=fleet)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
+from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.disagg.relay import REQUEST_ID, TIMEOUT
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.body import read_json
 from headwater.serve.errors import ApiError
+from headwater.serve.fleet_guard import FleetGuard, checked
 
 try:
     from starlette.applications import Starlette
@@ -40,13 +42,20 @@ class Guard:
     """At the door: keys, ids, counting."""
 
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, paths: Collection[str], key_for: Callable[[str], str | None]
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        paths: Collection[str],
+        key_for: Callable[[str], str | None],
+        fleet: FleetGuard,
     ) -> None:
-        """`key_for` says which key a path wants, None: none. `paths` are told apart in the metrics."""
+        """`key_for` says which key a path wants of clients, None: none. `paths` are told apart in the metrics."""
         self._app = app
         self._metrics = metrics
         self._paths = paths
         self._key_for = key_for
+        self._fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or not."""
@@ -57,19 +66,32 @@ class Guard:
         name = given if given is not None and _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope[_SCOPE] = name
         status = "gone"
+        admitted: Admitted | None = None
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), name.encode())]}
+                headers = [*message["headers"], (REQUEST_ID.encode(), name.encode())]
+                if admitted is not None:
+                    headers += self._fleet.headers(admitted, message["status"])
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
-            if self._may_enter(scope):
-                await self._app(scope, receive, sending)
-            else:
-                await _respond(errors.wrong_key())(scope, receive, sending)
+            try:
+                admitted = self._fleet.admit(scope)
+                if admitted is not None:
+                    receive = checked(receive, admitted)
+                elif not self._may_enter(scope):
+                    raise errors.wrong_key()
+            except ApiError as refusal:
+                await _respond(refusal)(scope, receive, sending)
+                return
+            if scope["path"] == HELLO_PATH:
+                await Response(status_code=204)(scope, receive, sending)
+                return
+            await self._app(scope, receive, sending)
         except ClientDisconnect:  # in the middle of its body, and nobody is there to be told
             status = "gone"
         except Exception:
@@ -87,8 +109,10 @@ class Guard:
     def _may_enter(self, scope: Scope) -> bool:
         path = scope["path"]
         key = self._key_for(path)
-        if key is None or path == HEALTH:
+        if path == HEALTH or (key is None and not self._fleet.members_only):
             return True
+        if key is None:
+            return False
         scheme, _, shown = (_header(scope, "authorization") or "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode("latin-1"), key.encode())
 
@@ -99,11 +123,14 @@ def application(
     metrics: Metrics,
     paths: Collection[str],
     key_for: Callable[[str], str | None],
+    fleet: FleetGuard,
 ) -> Starlette:
     """An application behind the door, that answers with OpenAI's errors whatever goes wrong."""
     app = Starlette(
         routes=list(routes),
-        middleware=[Middleware(Guard, metrics=metrics, paths=frozenset(paths), key_for=key_for)],
+        middleware=[
+            Middleware(Guard, metrics=metrics, paths=frozenset((*paths, HELLO_PATH)), key_for=key_for, fleet=fleet)
+        ],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
     )
     app.router.redirect_slashes = False

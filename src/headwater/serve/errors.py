@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headwater.core.errors import HeadwaterError
+from headwater.disagg.outcome import Reason
 
 RETRY_AFTER_S: Final = 1
 
@@ -67,6 +68,11 @@ def wrong_key() -> ApiError:
     )
 
 
+def not_of_the_fleet(message: str) -> ApiError:
+    """401: not signed with the node key, or not for us, or not for the first time."""
+    return ApiError(401, message, code="invalid_node_key")
+
+
 def too_large(limit_bytes: int) -> ApiError:
     """413: the body."""
     return ApiError(
@@ -121,6 +127,11 @@ class HandoffFailed(ApiError):
         """The body: OpenAI's shape, and what the router asks for."""
         more = {} if self._first_missing_block is None else {"first_missing_block": self._first_missing_block}
         return {**super().document(), "kind": self.reason, **more}
+
+
+def used_ticket() -> ApiError:
+    """502: a ticket that was answered here before."""
+    return HandoffFailed("the ticket was used before, and is good for one answer: prefill again", reason=Reason.USED)
 
 
 def too_late(timeout_s: float) -> ApiError:

@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/models     as a node has them (`app.py`); answered by nodes
     /health     200 if a request could be answered, 503 if not; open to everybody
     /state      nodes, queues, the last decisions and why          /metrics    for Prometheus
-    /pd/nodes, /pd/drain    for nodes and operators, with the nodes' key; the protocol is in `disagg/router.py`
+    /pd/nodes, /pd/drain    for nodes and operators that hold the node key; the protocol is in `disagg/router.py`
 
 A client may say in `x-headwater-timeout-s` how long it waits, and its own `x-request-id`; every answer has the latter.
 
@@ -22,15 +22,17 @@ from contextlib import suppress
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
-from headwater.disagg.beat import Beat
+from headwater.disagg.beat import NAME_TAKEN, Beat
 from headwater.disagg.events import event_of
-from headwater.disagg.nodes import NodeRefused
+from headwater.disagg.node_auth import ROUTER, Authenticator
+from headwater.disagg.nodes import NameTaken, NodeRefused
 from headwater.disagg.router import Router
 from headwater.disagg.trip import Call, NoAnswer
 from headwater.serve import errors
 from headwater.serve.body import Fields
 from headwater.serve.door import HEALTH, MODELS, application, body_of, prometheus, request_id, timeout_s
 from headwater.serve.errors import ApiError
+from headwater.serve.fleet_guard import FleetGuard
 
 try:
     from starlette.applications import Starlette
@@ -187,7 +189,8 @@ class Face:
         try:
             return JSONResponse(self.router.heard(Beat.read(body)))
         except NodeRefused as error:
-            raise ApiError(409, str(error), code="node_refused") from error
+            code = NAME_TAKEN if isinstance(error, NameTaken) else "node_refused"
+            raise ApiError(409, str(error), code=code) from error
         except InvalidInput as error:
             raise errors.invalid(None, str(error)) from error
 
@@ -221,7 +224,8 @@ def create_router_app(router: Router) -> tuple[Starlette, Face]:
         routes,
         metrics=router.metrics,
         paths=_PATHS,
-        key_for=lambda path: config.key_for_nodes if path.startswith("/pd/") else config.api_key,
+        key_for=lambda path: config.api_key,
+        fleet=FleetGuard(Authenticator(config.node_key, ROUTER)),
     )
     return app, face
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.build import open_residency
-from headwater.config import MEMORY_URL, ResidencyConfig, is_loopback
+from headwater.config import MEMORY_URL, ResidencyConfig, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.disagg.lookup import Asking, PrefixLookup
 from headwater.disagg.router import Router
@@ -39,9 +39,10 @@ def run(
 
     `say` hears, when it answers, where it is and a command that tries it.
     """
+    require_node_key(config.node_key, host)
     with listen(host, port, or_any=any_port) as listener, open_router(config, residency=residency, model=model) as one:
         if config.api_key is None and not is_loopback(listener.getsockname()[0]):
-            log.warning("everybody who can reach %s can use this router, and join it: it wants no API key", host)
+            log.warning("everybody who can reach %s can use this router: it wants no API key", host)
 
         def announce() -> None:
             say(f"the router answers on {address(listener)}/v1")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.build import Running
-from headwater.config import ServeConfig
+from headwater.config import ServeConfig, default_node
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
 from headwater.disagg.relay import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
@@ -76,9 +76,12 @@ class Question:
 class Service:
     """An engine and who is being answered. For the event loop's thread."""
 
-    def __init__(self, running: Running, config: ServeConfig) -> None:
+    def __init__(self, running: Running, config: ServeConfig, *, url: str = "") -> None:
+        """`url` is where routers find this node."""
         self.running = running
         self.config = config
+        self.url: Final = url
+        self.node: Final = config.node or default_node()
         self.fingerprint: Final = f"hw-{running.engine.model.identity.digest.hex()[:12]}"
         self.tiers: Final = ("device", *running.cache.brain.tiers)
         self.stopping = False  # nothing new is taken

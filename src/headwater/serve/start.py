@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from headwater.build import open_engine
-from headwater.config import ServeConfig, default_node, is_loopback
+from headwater.config import ServeConfig, is_loopback
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Load, Rates
@@ -37,7 +37,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             log.warning("everybody who can reach %s can use this server: it wants no API key", config.host)
         log.info("loading %s", config.model)
         with open_engine(config) as running:
-            service = Service(running, config)
+            service = Service(running, config, url=config.advertise or address(listener))
             log.info(
                 "%s on %s: %d tokens a request, cached in %s",
                 running.name,
@@ -55,16 +55,15 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
 
             if config.role is not Role.MIXED and not config.routers:
                 log.warning("no router is told of this %s node (--router): whoever wants it must call it", config.role)
-            beats = heartbeats(service, config.advertise or address(listener))
-            Server(service, beats=beats, announce=announce).serve_forever([listener])
+            Server(service, beats=heartbeats(service), announce=announce).serve_forever([listener])
 
 
-def heartbeats(service: Service, url: str) -> Beats | None:
-    """What a node at `url` tells its routers; None if it has none."""
+def heartbeats(service: Service) -> Beats | None:
+    """What a node tells its routers; None if it has none."""
     config, running = service.config, service.running
     if not config.routers:
         return None
-    engine, node = running.engine, config.node or default_node()
+    engine = running.engine
     epoch = time.time_ns() // 1_000_000
 
     def beat(lease_s: float) -> Beat:
@@ -73,8 +72,8 @@ def heartbeats(service: Service, url: str) -> Beats | None:
             free = min(free, max(0, config.max_running - running_now))
         prefill, decode, pool = engine.rates
         return Beat(
-            node=node,
-            url=url,
+            node=service.node,
+            url=service.url,
             role=config.role,
             model=running.name,
             identity=engine.model.identity.digest.hex(),
@@ -84,11 +83,12 @@ def heartbeats(service: Service, url: str) -> Beats | None:
             epoch=epoch,
             max_model_len=engine.max_tokens,
             draining=service.stopping or not engine.alive,
+            clock_s=time.time(),
             load=Load(running=running_now, waiting=waiting, free_slots=free),
             rates=Rates(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, pool_tokens_per_s=pool),
         )
 
-    return Beats(config.routers, beat, lease_s=config.lease_s, key=config.api_key)
+    return Beats(config.routers, beat, lease_s=config.lease_s, key=config.node_key)
 
 
 def tiny_model(base: Path) -> Path:

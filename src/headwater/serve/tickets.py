@@ -3,8 +3,9 @@
 The protocol is in `disagg/router.py`. A prefill node says a ticket only when the pool has every block; a decode node
 begins to answer only when it has them all, and says in OpenAI's shapes what a mixed node would say (`generate.py`).
 
-Invariants: what a ticket may not do is refused before the engine hears of it; a connection that closes is a
-cancellation, whatever the stage; every request of a router is one line in the log, with its one id.
+Invariants: what a ticket may not do is refused before the engine hears of it; one that nobody with the fleet's key has
+sealed is no ticket, and each is good for one answer of this process; a connection that closes is a cancellation,
+whatever the stage; every request of a router is one line in the log, with its one id.
 """
 
 import asyncio
@@ -14,10 +15,12 @@ import time
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.outcome import Reason
 from headwater.disagg.prompt import check_prompt
 from headwater.disagg.protocol import Ticket, decode
+from headwater.disagg.used import Use, UsedTickets
 from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
@@ -27,7 +30,7 @@ from headwater.serve.errors import HandoffFailed
 from headwater.serve.generate import Endpoint, Reply
 from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.phases import phases_of
-from headwater.serve.service import Arrival, Question
+from headwater.serve.service import Arrival, Question, Service
 
 try:
     from starlette.responses import JSONResponse
@@ -44,6 +47,7 @@ ATTEMPTS: Final = "/pd/attempts"
 _APIS: Final[dict[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
 _SEVERAL: Final = "tickets"  # of a body with several prompts, one for each
+_UNSEALED: Final = "the ticket is not sealed with this node's key, or was changed: start all nodes with the same key"
 
 
 class _Asked(Endpoint):
@@ -88,7 +92,8 @@ class Prefill(_Asked):
         with service.answering(arrival, answer), _Line(self.path, arrival, answer):
             while await answer.next() is not None:
                 pass
-            await JSONResponse(_sent(answer))(arrival.http.scope, arrival.http.receive, send)
+            document = _sent(answer, service.config.node_key)
+            await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
 
 
 class Decode(_Asked):
@@ -96,6 +101,10 @@ class Decode(_Asked):
 
     role = Role.DECODE
     path = DECODE
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._used = UsedTickets()
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, config = self._service, self._service.config
@@ -107,9 +116,25 @@ class Decode(_Asked):
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
         handoffs = [Taking(ticket=one, until_s=until_s, recompute=config.pd_recompute) for one in tickets]
-        answer = service.submit(arrival, api, question, handoffs=handoffs)
-        with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            await Reply(service, arrival, api, question.asked, answer).send(send)
+        answer: Answer | None = None
+        taken: list[bytes] = []
+        try:
+            for ticket in tickets:
+                self._take(ticket)
+                taken.append(ticket.nonce)
+            answer = service.submit(arrival, api, question, handoffs=handoffs)
+            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                await Reply(service, arrival, api, question.asked, answer).send(send)
+        finally:
+            if answer is None or answer.first_s is None:
+                for nonce in taken:
+                    self._used.give_back(nonce)
+
+    def _take(self, ticket: Ticket) -> None:
+        """Use a ticket. Raises ApiError if that may not be."""
+        use = self._used.take(ticket.nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
+        if use is not Use.FIRST:
+            raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
 
     def _tickets(self, given: object, question: Question) -> list[Ticket]:
         """A ticket for each prompt, if they can be used here. Raises HandoffFailed."""
@@ -125,9 +150,8 @@ class Decode(_Asked):
         running = self._service.running
         try:
             ticket = decode(json.dumps(given))
-            why = running.refusal(ticket) or check_prompt(
-                ticket, tokens, identity=running.engine.model.identity, salt=salt
-            )
+            why = _UNSEALED if not ticket.is_sealed(self._service.config.node_key) else running.refusal(ticket)
+            why = why or check_prompt(ticket, tokens, identity=running.engine.model.identity, salt=salt)
         except (InvalidInput, ValueError, RecursionError) as error:
             raise HandoffFailed(str(error), reason=Reason.FOREIGN) from error
         if why is not None:
@@ -159,10 +183,10 @@ class _Line:
         )
 
 
-def _sent(answer: Answer) -> dict[str, Any]:
+def _sent(answer: Answer, key: NodeKey) -> dict[str, Any]:
     """What a prefill node says. Routers pass a ticket on as it is, and look at nothing of it but the identity."""
     usage = answer.usage
-    tickets = [json.loads(choice.ticket.encode()) for choice in answer.choices if choice.ticket is not None]
+    tickets = [one.ticket.sealed(key).document() for one in answer.choices if one.ticket is not None]
     if usage is None or len(tickets) < len(answer.choices):  # it ended well, so they are there
         raise errors.internal()
     phases = phases_of(usage, answer.handoff)

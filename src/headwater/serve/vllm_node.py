@@ -11,31 +11,37 @@ the prompt, and the first token too. What decode cannot load, vLLM computes: so 
 Not here: what is loaded or saved (the connector's business), which node is asked (`disagg/router.py`).
 
 Invariants: every exchange with vLLM ends with its client's connection or its deadline, and is closed; a token of vLLM's
-is never followed by a status; a vLLM that does not answer, or is another one than at the start, takes nothing new.
+is never followed by a status; a vLLM that does not answer, or is another one than at the start, takes nothing new. Work
+comes from whoever holds the fleet's key and from nobody else, a ticket is good for one answer.
 """
 
 import asyncio
 import json
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from headwater.core.errors import NotInstalled
-from headwater.core.page import PageName
+from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.outcome import Reason
 from headwater.disagg.relay import ATTEMPT, POOL_SECONDS
 from headwater.disagg.told_pages import TELL, read_pages
+from headwater.disagg.used import Use, UsedTickets
+from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.body import Fields
 from headwater.serve.door import HEALTH, application, body_of, prometheus, request_id, timeout_s
 from headwater.serve.errors import ApiError, HandoffFailed
+from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.pool_looks import PoolLooks
 from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, Facts, Vllm, VllmGone, read
-from headwater.storage.base import Deadline, Store
+from headwater.storage.base import Store
 
 try:
     import httpx2
@@ -51,8 +57,7 @@ log = logging.getLogger("headwater")
 
 PREFILL, DECODE, ATTEMPTS = "/pd/prefill", "/pd/decode", "/pd/attempts"
 
-_LOOK_S: Final = 0.01  # between looks whether the pool has a prompt, and
-_ONE_LOOK_S: Final = 2.0  # for one of them
+_TICKET_S: Final = 120.0  # that a ticket lives
 _BODY_BYTES: Final = 24 << 20
 
 
@@ -62,8 +67,8 @@ class NodeOptions:
 
     vllm: str  # http://HOST:PORT
     role: Role
-    api_key: str | None = None  # what routers show us, and we show them
-    vllm_key: str | None = None  # what we show vLLM
+    node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
+    vllm_key: str | None = field(default=None, repr=False)  # what we show vLLM
     max_requests: int = 256
     request_timeout_s: float = 600.0
     pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
@@ -75,7 +80,7 @@ class Asked:
 
     http: Request
     body: Mapping[str, Any]
-    send: Send
+    send: "Sending"
     left_s: float
 
     @property
@@ -84,13 +89,28 @@ class Asked:
         return request_id(self.http.scope)
 
 
+class Sending:
+    """The way to whoever asked, and whether anything went there."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        """Send."""
+        self.begun = True
+        await self._send(message)
+
+
 Handle: TypeAlias = Callable[[Asked], Coroutine[Any, Any, None]]
 
 
 class VllmNode:
     """Answers routers for one vLLM server. For one event loop."""
 
-    def __init__(self, options: NodeOptions, facts: Facts, vllm: Vllm, pool: Store, *, metrics: Metrics) -> None:
+    def __init__(
+        self, options: NodeOptions, facts: Facts, vllm: Vllm, pool: Store, *, fleet: FleetGuard, metrics: Metrics
+    ) -> None:
         """Owns neither the server nor the pool."""
         self.options = options
         self.facts = facts
@@ -98,8 +118,10 @@ class VllmNode:
         self.stopping = False
         self.lost = False  # vLLM was away, and nobody knows yet what is there now
         self.prefill_tokens_per_s: float | None = None
+        self._fleet = fleet
         self._vllm = vllm
-        self._pool = pool
+        self._looks = PoolLooks(pool)
+        self._used = UsedTickets()
         self._attempts: set[str] = set()
 
     @property
@@ -121,7 +143,12 @@ class VllmNode:
             *(Route(path, _Exchange(self, handle), methods=["POST"]) for path, handle in inner),
         ]
         paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _ in inner)]
-        return application(routes, metrics=self.metrics, paths=paths, key_for=lambda path: self.options.api_key)
+        return application(routes, metrics=self.metrics, paths=paths, key_for=lambda path: None, fleet=self._fleet)
+
+    async def stop(self) -> None:
+        """Take nothing new, and wait for the pool no more."""
+        self.stopping = True
+        await self._looks.close()
 
     # --- what routers ask ---------------------------------------------------------------------------------------------
 
@@ -147,7 +174,7 @@ class VllmNode:
         computed_s = time.monotonic() - begin_s
         self.prefill_tokens_per_s = num_tokens / computed_s
         wait_s = min(self.options.pool_timeout_s, asked.left_s - computed_s)
-        num_seen = await self._until_held(told.pages, Deadline.after(wait_s))
+        num_seen = await self._looks.until_held(told.pages, wait_s)
         if num_seen < len(told.pages):
             raise HandoffFailed(
                 f"the pool has {num_seen} of {len(told.pages)} pages of the prompt after {wait_s:.1f} s",
@@ -156,8 +183,16 @@ class VllmNode:
         pool_s = time.monotonic() - begin_s - computed_s
         self.metrics.observe("pd_phase_seconds", pool_s, phase="pool_write")
         cached = ((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")) or 0
+        ticket = VllmTicket(
+            model=self.facts.model,
+            identity=told.identity,
+            body=body_digest(body),
+            num_prompt_tokens=num_tokens,
+            nonce=secrets.token_hex(32),
+            expires_at_ms=int((time.time() + _TICKET_S) * 1000),
+        )
         document = {
-            "ticket": {"vllm": 1, "identity": told.identity, "num_prompt_tokens": num_tokens},
+            "ticket": ticket.sealed(self.options.node_key).document(),
             "usage": {
                 "prompt_tokens": num_tokens,
                 "cached_tokens": cached,
@@ -167,31 +202,35 @@ class VllmNode:
         }
         await JSONResponse(document)(asked.http.scope, asked.http.receive, asked.send)
 
-    async def _until_held(self, names: Sequence[PageName], deadline: Deadline) -> int:
-        """Wait until the pool was seen to hold pages (rule 7). How many from the first on it holds.
-
-        Who does not want to know any more ends it: no thread is kept for longer than one look.
-        """
-        while True:
-            look = Deadline.after(min(_ONE_LOOK_S, deadline.remaining_s))
-            held = await asyncio.to_thread(self._pool.contains, names, deadline=look)
-            num_held = held.index(False) if False in held else len(names)
-            if num_held == len(names) or deadline.remaining_s <= _LOOK_S or self.stopping:
-                return num_held
-            await asyncio.sleep(_LOOK_S)
-
     async def _decode(self, asked: Asked) -> None:
         """The whole answer, by vLLM, which loads what the pool has."""
         fields = Fields(asked.body)
         path, body = _envelope(fields)
-        ticket = fields.get("ticket")
-        if not isinstance(ticket, dict) or ticket.get("identity") != self.facts.identity:
-            raise HandoffFailed(
-                "the ticket is of another cache identity: start both vLLM servers with the same model, dtype, block "
-                "size and version",
-                reason=Reason.FOREIGN,
-            )
-        await self._forward(asked, path, body)
+        ticket = self._ticket(fields.get("ticket"), body)
+        nonce = bytes.fromhex(ticket.nonce)
+        use = self._used.take(nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
+        if use is not Use.FIRST:
+            raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
+        try:
+            await self._forward(asked, path, body)
+        finally:
+            if not asked.send.begun:
+                self._used.give_back(nonce)
+
+    def _ticket(self, given: object, body: Mapping[str, Any]) -> VllmTicket:
+        """The ticket, if it is good here and for this request. Raises HandoffFailed."""
+        facts, now_ms = self.facts, time.time() * 1000
+        try:
+            ticket = VllmTicket.read(given)
+        except InvalidInput as error:
+            raise HandoffFailed(str(error), reason=Reason.FOREIGN) from error
+        why = ticket.refusal(
+            self.options.node_key, model=facts.model, identity=facts.identity, body=body_digest(body), now_ms=now_ms
+        )
+        if why is not None:
+            late = ticket.expires_at_ms <= now_ms
+            raise HandoffFailed(why, reason=Reason.EXPIRED if late else Reason.FOREIGN)
+        return ticket
 
     async def _plain(self, asked: Asked) -> None:
         await self._forward(asked, asked.http.url.path, asked.body)
@@ -282,14 +321,7 @@ class _Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        http = Request(scope, receive)
-        begun = False
-
-        async def sending(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
+        http, sending = Request(scope, receive), Sending(send)
         async with self._node.inside(http) as left_s:
             body = await body_of(http, _BODY_BYTES)
             work = asyncio.create_task(self._handle(Asked(http, body, sending, left_s)))
@@ -301,7 +333,7 @@ class _Exchange:
                 elif not leaving.done():
                     raise errors.too_late(left_s)
             except (ApiError, VllmGone, httpx2.HTTPError) as error:
-                if begun:  # too late for a status: the connection is closed, and the router sees that
+                if sending.begun:  # too late for a status: the connection is closed, and the router sees that
                     raise VllmGone(str(error)) from error
                 if isinstance(error, ApiError):
                     raise

@@ -9,11 +9,13 @@ from contextlib import suppress
 from typing import Final
 
 from headwater.build import open_pool
-from headwater.config import default_node, is_loopback
+from headwater.config import default_node, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, NotInstalled
 from headwater.disagg.beat import Beat, Load, Rates
+from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.metrics import Metrics
 from headwater.serve.beats import Beats
+from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.sockets import address, hasten, listen, setup
 from headwater.serve.vllm_client import Facts, Vllm, VllmGone
 from headwater.serve.vllm_node import NodeOptions, VllmNode
@@ -45,15 +47,19 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     """Answer routers until a signal ends it. Blocks. Waits `wait_s` for vLLM to be there. Raises InvalidConfig."""
+    name = node or default_node()
+    require_node_key(options.node_key, host, *routers, *(() if advertise is None else (advertise,)))
     with listen(host, port) as listener, open_pool(pool) as store:
-        if options.api_key is None and not is_loopback(listener.getsockname()[0]):
-            log.warning("everybody who can reach %s can use this node: it wants no API key", host)
+        url = advertise or address(listener)
         server = VllmServer(
             options,
             store,
-            url=advertise or address(listener),
+            url=url,
             routers=routers,
-            name=node or default_node(),
+            name=name,
+            fleet=FleetGuard(
+                Authenticator(options.node_key, node_called(name, url)), members_only=not is_loopback(host)
+            ),
             lease_s=lease_s,
             wait_s=wait_s,
             announce=lambda facts: say(f"{facts.model} is a {options.role} node on {address(listener)}, before vLLM"),
@@ -87,6 +93,7 @@ class VllmServer(uvicorn.Server):
         url: str,
         routers: Sequence[str],
         name: str,
+        fleet: FleetGuard,
         lease_s: float,
         wait_s: float,
         announce: Callable[[Facts], None] | None = None,
@@ -98,6 +105,7 @@ class VllmServer(uvicorn.Server):
         self._url = url
         self._routers = routers
         self._name = name
+        self._fleet = fleet
         self._lease_s = lease_s
         self._wait_s = wait_s
         self._announce = announce
@@ -133,10 +141,10 @@ class VllmServer(uvicorn.Server):
                 )
             await asyncio.sleep(_LOOK_S)
         facts = await vllm.facts(_FIRST_S)
-        self._node = node = VllmNode(self._options, facts, vllm, self._pool, metrics=Metrics())
+        self._node = node = VllmNode(self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=Metrics())
         self._app.inner = node.app()
         if self._routers:
-            self._beats = Beats(self._routers, self._beat, lease_s=self._lease_s, key=self._options.api_key)
+            self._beats = Beats(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
             await self._beats.join()
         self._watching = asyncio.create_task(node.watch())
 
@@ -157,6 +165,7 @@ class VllmServer(uvicorn.Server):
             epoch=_STARTED_MS,
             max_model_len=facts.max_model_len,
             draining=node.stopping or node.lost,
+            clock_s=time.time(),
             load=Load(running=node.num_requests, waiting=0, free_slots=free),
             rates=Rates(prefill_tokens_per_s=node.prefill_tokens_per_s),
         )
@@ -164,7 +173,7 @@ class VllmServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Say good-bye, then close connections."""
         if self._node is not None:
-            self._node.stopping = True
+            await self._node.stop()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait({self._watching})

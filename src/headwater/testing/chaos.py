@@ -60,6 +60,7 @@ _BAD: Final = ("wrong", "dishonest", "late", "tokens_before_502", "slots_left", 
 _NUMBERS: Final = ("injected", "requests", "right", *_BAD)
 _IN_SHORT: Final = ("ok", *_NUMBERS, "honest_errors", "longest_s", "died", "recovered", "seconds", "examples")
 POOLS: Final = ("local", "mooncake")
+_INTERRUPTED: Final = 130  # the exit code, as shells have it
 INJECTIONS: Final = ("spoil", "leak")  # what must be found
 
 
@@ -172,10 +173,12 @@ class World:
         num_kills, num_died, num_stalls = len(troupe.kills), len(troupe.died), len(self._witness.stalls)
         scene = Scene(name, options.times)
         before, num_tracebacks = troupe.seen(), troupe.num_tracebacks()
+        over = False
         try:
             self._strike(fault, scene, load, tell)
+            over = True
         finally:
-            load.stop()
+            load.stop(at_once=not over)
             fault.close()
         troupe.until_found(troupe.setup.nodes)
         held = troupe.until_idle(_IDLE_S)
@@ -284,9 +287,17 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, bool]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: what is printed, and the exit code."""
+    """Command line: what is printed, and the exit code. A Ctrl-C ends everything, and is no verdict."""
     options, as_json = read_options(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # so that nothing stays behind
+    try:
+        return _run(options, arguments, as_json=as_json)
+    except KeyboardInterrupt:
+        sys.stderr.write("headwater: interrupted, so nothing was proven\n")
+        return _INTERRUPTED
+
+
+def _run(options: Options, arguments: Sequence[str], *, as_json: bool) -> int:
     from headwater.draw import progress  # of the command line's own
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")

@@ -23,6 +23,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
+from headwater.core.node_key import NodeKey
+from headwater.disagg.key_file import write_node_key
 from headwater.testing.chaos_load import BLOCK_TOKENS
 
 START_S: Final = 180.0  # a machine that is busy takes its time
@@ -82,7 +84,12 @@ class Stage:
         environment = {**os.environ, **_ENVIRONMENT}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C is ours: it has to be there to end the others
             )
         return self
 
@@ -140,6 +147,10 @@ class Troupe:
         self.kills: list[tuple[str, float]] = []
         self.died: list[str] = []
         self._stage = stage
+        key_file = setup.directory / "node.key"
+        if not key_file.exists():
+            write_node_key(key_file, NodeKey.random())
+        self._key = ("--node-key-file", str(key_file))
         self._by_pid: dict[int, Process] = {}
         self._num_orders = 0
         self._num_starts = 0
@@ -180,7 +191,7 @@ class Troupe:
 
     def start_router(self) -> None:
         """And wait until it answers."""
-        options = ["--port", "0", "--queue-timeout", "10", "--silence", "3", "--timeout", "60"]
+        options = ["--port", "0", "--queue-timeout", "10", "--silence", "3", "--timeout", "60", *self._key]
         self.run("router", ["router", "--host", "127.0.0.1", *options])
         self.until_there("router")
 
@@ -193,6 +204,7 @@ class Troupe:
             *("--role", role, "--node", name, "--router", self.url, "--lease", str(LEASE_S)),
             *("--host-mib", "0", "--disk-mib", "0", "--pool", self.setup.pool),
             *("--num-blocks", str(_NUM_BLOCKS), "--block-tokens", str(BLOCK_TOKENS), "--pd-timeout", "5"),
+            *self._key,
             *self.setup.options.get(name, ()),
         ]
         self.run(name, arguments)

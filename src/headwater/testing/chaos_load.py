@@ -99,6 +99,7 @@ class Load:
         self._rngs = [random.Random(seed * 1000 + number) for number in range(clients)]
         self._name = f"{seed:x}"
         self._num_asked = 0
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="chaos load")
         self._thread.start()
         self.task: Final = f"self/task/{self._thread.native_id}"  # in /proc
@@ -108,16 +109,24 @@ class Load:
         """Requests that were answered in full so far."""
         return sum(one.done and one.status == 200 for one in list(self.told))
 
-    def stop(self) -> None:
-        """Ask nothing more; wait until everything has ended. Idempotent."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """Ask nothing more; wait until everything has ended, or leave it as it is. Idempotent."""
         self._over.set()
+        if at_once:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._leave)
         self._thread.join()
+
+    def _leave(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
 
     def _run(self) -> None:
         async def all_of_them() -> None:
             await asyncio.gather(*(self._client(rng) for rng in self._rngs))
 
-        asyncio.run(all_of_them())
+        with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(all_of_them())
 
     async def _client(self, rng: random.Random) -> None:
         while not self._over.is_set():

@@ -31,6 +31,8 @@ import httpx2
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
+from headwater.core.node_key import NodeKey
+from headwater.disagg.key_file import write_node_key
 from headwater.engine.make_model import make_model
 from headwater.storage.scratch import memory_root
 from headwater.verify.vllm_cases import KINDS
@@ -171,11 +173,13 @@ class Stage:
     def start_router(self) -> str:
         """The router and the two nodes; where it answers."""
         log = self._base / "router.log"
-        child = self._children["router"] = Child("router", [*_HEADWATER, "router", "--port", "0"], log)
+        key = ["--node-key-file", str(self._base / "node.key")]
+        write_node_key(self._base / "node.key", NodeKey.random())
+        child = self._children["router"] = Child("router", [*_HEADWATER, "router", "--port", "0", *key], log)
         router = child.url(r"answers on (http://[^/\s]+)")
         for role in ("prefill", "decode"):
             command = [*_HEADWATER, "vllm-node", "--vllm", self.url(role), "--role", role, "--pool", self._pool]
-            command += ["--router", router, "--node", f"{role}-node", "--lease", "3"]
+            command += ["--router", router, "--node", f"{role}-node", "--lease", "3", *key]
             log = self._base / f"{role}-node.log"
             child = self._children[f"{role}-node"] = Child(f"{role} node", command, log)
             child.url(r"node on (http://[^,\s]+)")
