@@ -65,9 +65,8 @@ class Served:
         """A request on a bare socket; the answer is the caller's to read, or not to."""
         host, _, port = self.url.removeprefix("http://").partition(":")
         data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(head.encode() + data)
             yield connection

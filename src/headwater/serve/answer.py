@@ -181,6 +181,8 @@ class Answer:
 
     async def _next(self) -> Piece | None:
         while self.finish_reason is None:
+            if self._client_left:  # what lies here is for nobody
+                raise ClientLeft("the client went away")
             output = await self._output()
             if self.first_s is None and output.tokens:
                 self.first_s = self._loop.time()

@@ -34,7 +34,7 @@ def create_app(service: Service) -> Starlette:
     async def health(http: Request) -> Response:
         if service.stopping or not running.engine.alive:
             raise ApiError(503, "the engine does not run", kind="server_error", code="not_running")
-        return JSONResponse({"status": "ok", "requests": running.engine.num_requests})
+        return JSONResponse({"status": "ok", "requests": running.engine.num_requests, "free": service.num_free})
 
     async def metrics(http: Request) -> Response:
         running.cache.gauges()
@@ -76,4 +76,6 @@ def create_app(service: Service) -> Starlette:
         Route(ATTEMPTS + "/{attempt}", attempt),
         *(Route(api.endpoint, Generate(service, api), methods=["POST"]) for api in (Completions(), Chat())),
     ]
-    return application(routes, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key)
+    return application(
+        routes, limits=service.limits, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key
+    )

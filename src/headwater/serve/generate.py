@@ -13,8 +13,6 @@ from headwater.core.role import Role
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
 from headwater.serve.answer import Answer, ClientLeft, Piece
-from headwater.serve.body import Fields
-from headwater.serve.door import body_of
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import token_name
 from headwater.serve.openai import Api, Asked, Head, usage_document
@@ -41,7 +39,7 @@ class Endpoint(ABC):
         """Answer one request."""
         self._check_role()
         try:
-            with self._service.inside(Request(scope, receive)) as arrival:
+            with self._service.arriving(Request(scope, receive)) as arrival:
                 await self._handle(arrival, send)
         except (ClientDisconnect, ClientLeft):  # nobody is there
             return
@@ -70,11 +68,11 @@ class Generate(Endpoint):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, api = self._service, self._api
-        body = await body_of(arrival.http, service.config.max_body_bytes)
-        prompt = await service.read(api, Fields(body))
-        answer = service.submit(arrival, api, prompt)
-        with service.answering(arrival, answer):
-            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+        prompt = await service.read(arrival, api)
+        with service.place():
+            answer = service.submit(arrival, api, prompt)
+            with service.answering(arrival, answer):
+                await Reply(service, arrival, api, prompt.asked, answer).send(send)
 
 
 class Reply:

@@ -11,13 +11,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from headwater.engine.request import MAX_LOGPROBS, Usage
-from headwater.serve.answer import Piece
 from headwater.serve.body import Fields, as_text
 from headwater.serve.errors import invalid, shown, unsupported
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
+
+if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
+    from headwater.serve.answer import Piece
 
 Document: TypeAlias = dict[str, Any]
 
@@ -94,11 +96,11 @@ class Api(ABC):
         """Check a body; ApiError says which field is wrong."""
 
     @abstractmethod
-    def choice(self, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer as a response's only choice. `name` says what a token is called."""
 
     @abstractmethod
-    def delta(self, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """More of an answer as a chunk's only choice."""
 
     def _read(self, body: Fields, **own: Any) -> Asked:
@@ -144,12 +146,12 @@ class Completions(Api):
             logprobs=body.integer("logprobs", 0, MAX_LOGPROBS),
         )
 
-    def choice(self, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer."""
         logprobs = completion_logprobs(piece.likelihoods, name)
         return {"index": 0, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def delta(self, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """The same as a whole one, with less in it."""
         return self.choice(piece, finish_reason, name)
 
@@ -181,12 +183,12 @@ class Chat(Api):
             logprobs=(num_top or 0) if wanted else None,
         )
 
-    def choice(self, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": 0, "message": message, **self._rest(piece, finish_reason, name)}
 
-    def delta(self, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """More of an answer; the first says whose it is."""
         delta: Document = {"role": "assistant"} if first else {}
         if first or piece:
@@ -194,7 +196,7 @@ class Chat(Api):
         return {"index": 0, "delta": delta, **self._rest(piece, finish_reason, name)}
 
     @staticmethod
-    def _rest(piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def _rest(piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         return {"logprobs": chat_logprobs(piece.likelihoods, name), "finish_reason": finish_reason}
 
 

@@ -21,13 +21,11 @@ from headwater.disagg.protocol import Ticket, decode
 from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
-from headwater.serve.body import Fields
-from headwater.serve.door import body_of
 from headwater.serve.errors import HandoffFailed
 from headwater.serve.generate import Endpoint, Reply
-from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.phases import phases_of
-from headwater.serve.service import Arrival, Prompt
+from headwater.serve.reading import APIS, Prompt
+from headwater.serve.service import Arrival
 
 try:
     from starlette.responses import JSONResponse
@@ -41,7 +39,6 @@ PREFILL: Final = "/pd/prefill"
 DECODE: Final = "/pd/decode"
 ATTEMPTS: Final = "/pd/attempts"
 
-_APIS: Final[dict[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
 
 
@@ -56,18 +53,6 @@ class _Asked(Endpoint):
         if role is not self.role:
             raise errors.wrong_role(f"this is a {role} node, and {self.path} wants one with --role {self.role}")
 
-    async def _read(self, arrival: Arrival, limit_bytes: int) -> tuple[Fields, Api, Prompt]:
-        """The router's envelope, and what the client asks in it."""
-        fields = Fields(await body_of(arrival.http, limit_bytes))
-        endpoint = fields.text("endpoint")
-        if endpoint not in _APIS:
-            raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(_APIS)}")
-        body = fields.get("body")
-        if not isinstance(body, dict):
-            raise errors.invalid("body", "body must be the client's, an object")
-        api = _APIS[endpoint]
-        return fields, api, await self._service.read(api, Fields(body))
-
 
 class Prefill(_Asked):
     """A prompt, computed and written; its ticket."""
@@ -77,17 +62,18 @@ class Prefill(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service = self._service
-        _, api, prompt = await self._read(arrival, service.config.max_body_bytes + _TICKET_BYTES)
+        asked = await service.read_envelope(arrival, _TICKET_BYTES)
         handoff = Sending(
             until_s=time.monotonic() + arrival.left_s,
             timeout_s=service.config.pd_timeout_s,
             request=arrival.request_id,
         )
-        answer = service.submit(arrival, api, prompt, handoff=handoff)
-        with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            while await answer.next() is not None:
-                pass
-            await JSONResponse(_sent(answer))(arrival.http.scope, arrival.http.receive, send)
+        with service.place():
+            answer = service.submit(arrival, APIS[asked.endpoint], asked.prompt, handoff=handoff)
+            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                while await answer.next() is not None:
+                    pass
+                await JSONResponse(_sent(answer))(arrival.http.scope, arrival.http.receive, send)
 
 
 class Decode(_Asked):
@@ -98,14 +84,16 @@ class Decode(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, config = self._service, self._service.config
-        fields, api, prompt = await self._read(arrival, config.max_body_bytes + _TICKET_BYTES)
-        ticket = await asyncio.to_thread(self._ticket, fields.get("ticket"), prompt)
+        asked = await service.read_envelope(arrival, _TICKET_BYTES)
+        api, prompt = APIS[asked.endpoint], asked.prompt
+        ticket = await asyncio.to_thread(self._ticket, asked.ticket, prompt)
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
         handoff = Taking(ticket=ticket, until_s=until_s, recompute=config.pd_recompute)
-        answer = service.submit(arrival, api, prompt, handoff=handoff)
-        with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            await Reply(service, arrival, api, prompt.asked, answer).send(send)
+        with service.place():
+            answer = service.submit(arrival, api, prompt, handoff=handoff)
+            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                await Reply(service, arrival, api, prompt.asked, answer).send(send)
 
     def _ticket(self, given: object, prompt: Prompt) -> Ticket:
         """The ticket, if it can be used here, for this prompt. Raises HandoffFailed."""
