@@ -5,7 +5,7 @@ its arrival until whoever reads the body lets go of it. When there is too much, 
 given up (503), and if there is none, the one that wants more. So small requests are never in the way of large ones, and
 half a body never in that of a whole one.
 
-Invariant: a body is whole by its request's deadline, or given up (408).
+Invariant: a body keeps its pace, or is given up (408); it is whole by its request's deadline, or given up (504).
 """
 
 import asyncio
@@ -91,6 +91,8 @@ class Bodies:
         except TimeoutError as error:
             if coming is not None and coming.given_up:
                 raise errors.bodies_full() from error
+            if asyncio.get_running_loop().time() >= most_s:
+                raise errors.too_late(most_s - visit.began_s) from error
             raise errors.slow_body() from error
         finally:
             if coming is not None:

@@ -6,8 +6,8 @@ to read. Here every request is known from its first byte on, and whatever it wai
     waits for                                until
     a first request, or another one          `idle_timeout_s`                    closed
     the rest of a head                       `patience_s`                        408
-    the rest of a body                       a pace, or the deadline: `bodies.py` says 408; `grace_s` later it is cut
-    an answer                                the deadline: the application says 504; `grace_s` later it is cut
+    the rest of a body                       a pace, or the deadline: 408 or 504 (`bodies.py`)
+    an answer                                the deadline: 504; `grace_s` later it is cut
     what is left of a body after an answer   `linger_s`                          closed
     a client that does not read              a pace, or the deadline             cut
 

@@ -93,8 +93,8 @@ def slow_head(patience_s: float) -> ApiError:
 
 
 def slow_body() -> ApiError:
-    """408: in no time, or not in the time that its client said."""
-    return ApiError(408, "the body did not come in time", code="timeout")
+    """408: it did not keep its pace."""
+    return ApiError(408, "the body came too slowly", code="timeout")
 
 
 def crowded() -> ApiError:

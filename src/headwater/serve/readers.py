@@ -128,6 +128,9 @@ class _Lane:
             self._process.end()
             self._ended.append(self._process)
             self._process = None
+            asyncio.get_running_loop().call_later(_LEFT_S, self._reap)
+
+    def _reap(self) -> None:
         self._ended = [process for process in self._ended if not process.is_gone()]
 
 
