@@ -17,7 +17,7 @@ from headwater.serve import errors
 from headwater.serve.body import parse
 from headwater.serve.door import until_s, visit_of
 from headwater.serve.errors import ApiError
-from headwater.serve.limits import SMALL_BYTES, Limits
+from headwater.serve.limits import SMALL_BYTES, Limits, Pace
 
 try:
     from starlette.requests import Request
@@ -76,22 +76,24 @@ class Bodies:
 
     async def _read(self, http: Request, limit_bytes: int) -> bytes:
         """All of it; what counts of it is counted then."""
-        visit, most_s = visit_of(http.scope), until_s(http)
+        visit, most_s, loop = visit_of(http.scope), until_s(http), asyncio.get_running_loop()
+        pace = Pace(self._limits, visit.began_s)
         coming: _Coming | None = None
         try:
-            async with asyncio.timeout_at(min(most_s, self._limits.reading_until_s(visit.began_s, 0))) as alarm:
+            async with asyncio.timeout_at(min(most_s, pace.until_s)) as alarm:
                 coming = _Coming(alarm)
                 self._coming.add(coming)
                 async for chunk in http.stream():
                     if len(coming.data) + len(chunk) > limit_bytes:
                         raise errors.too_large(limit_bytes)
                     self._add(coming, chunk)
-                    alarm.reschedule(min(most_s, self._limits.reading_until_s(visit.began_s, len(coming.data))))
+                    pace.moved(loop.time(), len(coming.data))
+                    alarm.reschedule(min(most_s, pace.until_s))
                 return self._whole(coming)
         except TimeoutError as error:
             if coming is not None and coming.given_up:
                 raise errors.bodies_full() from error
-            if asyncio.get_running_loop().time() >= most_s:
+            if loop.time() >= most_s:
                 raise errors.too_late(most_s - visit.began_s) from error
             raise errors.slow_body() from error
         finally:

@@ -28,6 +28,7 @@ from headwater.disagg.relay import REQUEST_ID, TIMEOUT
 from headwater.serve import errors
 from headwater.serve.connections import Connections, Cut, Phase, Visit
 from headwater.serve.errors import ApiError
+from headwater.serve.limits import Pace
 
 try:
     import h11
@@ -67,8 +68,8 @@ class Connection(H11Protocol):
         self._until_s = 0.0  # its deadline
         self._num_head_bytes = 0
         self._num_answered = 0
-        self._read_until_s: float | None = None  # more of the answer; None: the client keeps up
-        self._closed_until_s: float | None = None
+        self._pace: Pace | None = None  # of an answer that lies here; None: the client keeps up
+        self._most_unread_bytes = 0  # when it began to lie here
 
     @property
     def phase(self) -> Phase:
@@ -123,6 +124,7 @@ class Connection(H11Protocol):
             self._begin()
             head = more[: self.door.limits.head_bytes]
             if len(more) > len(head) and b"\n\r\n" not in head and b"\n\n" not in head:
+                self.conn.start_next_cycle()
                 self._refuse(errors.head_too_large(self.door.limits.head_bytes), Cut.MALFORMED)
                 return
         super().on_response_complete()
@@ -141,13 +143,13 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """More lies here than the client takes."""
         super().pause_writing()
-        self._read_until_s = self.door.limits.reading_until_s(self.loop.time(), self.num_unread_bytes)
+        self._lies_here()
         self.door.unread(self)
 
     def resume_writing(self) -> None:
         """It has taken most of it."""
         super().resume_writing()
-        self._read_until_s = None
+        self._pace = None
         self.door.read(self)
 
     # --- what the door calls ------------------------------------------------------------------------------------------
@@ -155,13 +157,14 @@ class Connection(H11Protocol):
     def look(self, now_s: float) -> None:
         """End it, if it has waited too long."""
         limits, phase = self.door.limits, self.phase
-        if phase is Phase.CLOSING:
-            if self._closed_until_s is None:
-                self._closed_until_s = limits.reading_until_s(now_s, self.num_unread_bytes)
-            elif now_s >= self._closed_until_s:
-                self._abort(Cut.UNREAD)
-        elif self._read_until_s is not None and now_s >= self._read_until_s:
+        if phase is Phase.CLOSING and self._pace is None:  # what was said last has to be read, too
+            self._lies_here()
+        if self._pace is not None:
+            self._pace.moved(now_s, self._most_unread_bytes - self.num_unread_bytes)
+        if self._pace is not None and now_s >= self._pace.until_s:
             self._abort(Cut.UNREAD)
+        elif phase is Phase.CLOSING:
+            return
         elif self._began_s is None:
             if phase is Phase.LINGERING and now_s >= self._since_s + limits.linger_s:
                 self._close(Cut.SLOW)
@@ -183,14 +186,21 @@ class Connection(H11Protocol):
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._began_s = self.loop.time()
-        self._until_s = self._began_s + self.door.limits.request_timeout_s
+    def _lies_here(self) -> None:
+        """An answer does, until it is read."""
+        self._pace = Pace(self.door.limits, self.loop.time())
+        self._most_unread_bytes = self.num_unread_bytes
+
+    def _begin(self) -> float:
+        self._began_s = now_s = self.loop.time()
+        self._until_s = now_s + self.door.limits.request_timeout_s
         self._num_head_bytes = 0
+        return now_s
 
     async def _answer(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """The application, which is told when the request began."""
-        began_s = self.loop.time() if self._began_s is None else self._began_s
+        # One that came with the rest of a body that was thrown away begins here.
+        began_s = self._begin() if self._began_s is None else self._began_s
         said = next((value.decode("latin-1") for name, value in self.headers if name == TIMEOUT.encode()), None)
         timeout_s = self.door.limits.timeout_s(said)
         if timeout_s is not None:

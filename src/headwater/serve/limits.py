@@ -2,7 +2,7 @@
 
 Time: a request has one deadline, `request_timeout_s` from the first byte of its head (or what its client asks for, if
 that is less). Within it, a client that keeps us waiting is cut earlier: a head has `patience_s`; a body has as much,
-and then as long as it comes at `pace_bytes_s`; so has an answer that is not read.
+and more for as long as it comes at `pace_bytes_s`; so has an answer, to be read.
 
 Memory: what all connections together may make a server hold is bounded by these numbers: heads by `head_bytes` each,
 bodies by SMALL_BYTES each and `bodies_bytes` together, answers by what a socket takes each and `unread_bytes` together.
@@ -37,7 +37,9 @@ class Limits:
     request_timeout_s: float = 600.0  # from the first byte of a request's head to the last of its answer
     max_connections: int = MAX_CONNECTIONS
     idle_timeout_s: float = 15.0  # for a connection's first request, and between two. Clients close theirs before
-    patience_s: float = 10.0  # with a head, and before a body or a reader has to keep
+    patience_s: float = (
+        10.0  # for a head; for a body or an answer, that long for each piece that it has to come or go at
+    )
     pace_bytes_s: int = 16 << 10
     linger_s: float = 5.0  # that what is left of a body is thrown away, once its request was answered
     grace_s: float = 2.0  # for the last word to a client whose time is over
@@ -52,10 +54,6 @@ class Limits:
             value = getattr(self, one.name)
             if one.name != "hosts" and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise InvalidConfig(f"{one.name} must be above 0, not {value!r}")
-
-    def reading_until_s(self, began_s: float, num_bytes: int) -> float:
-        """Until when more of something must have come or gone, of which there were `num_bytes` so far."""
-        return began_s + self.patience_s + num_bytes / self.pace_bytes_s
 
     def timeout_s(self, said: str | None) -> float | None:
         """How long a request may take of which its client said that; None if that is no number of seconds."""
@@ -73,6 +71,22 @@ class Limits:
             return True
         name = host_name(host)
         return is_loopback(name) or name in self.hosts
+
+
+class Pace:
+    """Whether bytes keep moving: in each `patience_s` as many as the pace asks for, or all that are left."""
+
+    def __init__(self, limits: Limits, begin_s: float) -> None:
+        self.until_s = begin_s + limits.patience_s  # then it is too slow
+        self._patience_s = limits.patience_s
+        self._step_bytes = limits.patience_s * limits.pace_bytes_s
+        self._next_bytes = self._step_bytes
+
+    def moved(self, now_s: float, num_bytes: int) -> None:
+        """So many have moved by now."""
+        if num_bytes >= self._next_bytes:
+            self._next_bytes = num_bytes + self._step_bytes
+            self.until_s = now_s + self._patience_s
 
 
 def host_name(host: str) -> str:

@@ -77,6 +77,8 @@ class _Lane:
         """The process, started if need be. Raises ApiError if there are to be none any more."""
         if self._closed:
             raise errors.closing()
+        if self._process is not None and self._process.is_gone():  # killed by somebody, while it had nothing to do
+            self._end()
         if self._process is None:
             self._process = _Process(self._options)
         return self._process
@@ -168,5 +170,5 @@ class _Process:
             self._ours.close()
 
     def is_gone(self, *, wait: bool = False) -> bool:
-        """Whether it is, after it was killed; with `wait`, when it is."""
+        """Whether it has ended; with `wait`, when it has."""
         return (self._process.wait() if wait else self._process.poll()) is not None

@@ -4,10 +4,10 @@
     python -m headwater.testing.door_attack --router --json        # a router with a prefill and a decode node
     python -m headwater.testing.door_attack --seconds 20 --quiet 10
 
-Real processes on loopback: the server, as `headwater serve` or `headwater pd` start it, with a tiny model; the attackers
+Real processes on loopback: the server, as `headwater serve` or `headwater pd` start it, with a tiny model; attackers
 (`door_attackers.py`) in another. Honest clients ask all the time, each one request after the other, by new connections
-and by ones they keep, streams and whole answers. What they wait for is compared with what they wait for in quiet times,
-before and after the attack and in as many rounds as wanted, because machines have moods.
+and by ones they keep, streams and whole answers. What they wait for is compared with what they wait for in quiet
+times, before and after the attack and in as many rounds as wanted, because machines have moods.
 
 It is well if no honest client ever saw an error, or an answer that is not whole; if their p99 under attack is within
 `MOST_TIMES` of the quiet one; if `/health` was true all the time; if every attacker was cut; and if the memory of the
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ PLAN: Final[Mapping[str, int]] = {  # a thousand and more: some of them do not g
     "silent": 300,
     "slow_head": 400,
     "slow_body": 300,
-    "half_body": 30,
+    "half_body": 20,
     "unread": 4,
     "giant": 2,
     "bomb": 1,
@@ -48,6 +49,7 @@ MOST_TIMES: Final = 3.0
 MOST_BYTES: Final = 512 << 20
 
 _START_S: Final = 120.0
+_STOP_S: Final = 20.0
 _ANSWER_S: Final = 60.0  # then an honest client calls it an error
 _PAUSE_S: Final = 0.25  # between two requests of one, on average
 _SETTLE_S: Final = 15.0  # after an attack, until the quiet is one
@@ -227,8 +229,8 @@ def node(place: Path, *options: str) -> Iterator[Target]:
         child.wait_for_url(time.monotonic() + _START_S)
         yield Target(child.url, [child.pid])
     finally:
-        child.signal(2)  # type: ignore[arg-type]
-        child.end(time.monotonic() + 20)
+        child.signal(signal.SIGTERM)
+        child.end(time.monotonic() + _STOP_S)
 
 
 @contextmanager
@@ -277,8 +279,8 @@ def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = 
             time_of("attack", options.seconds / options.rounds, attacked, 2 * number + 1)
             most_bytes = max(most_bytes, target.memory_bytes())
             for kind, counted in end().items():
-                for what, times in counted.items():
-                    heard[kind][what] = heard[kind].get(what, 0) + times
+                for what, number_heard in counted.items():
+                    heard[kind][what] = heard[kind].get(what, 0) + number_heard
         time.sleep(min(_SETTLE_S, options.quiet))
     time_of("quiet", options.quiet / (options.rounds + 1), quiet, 2 * options.rounds)
     after_bytes = target.memory_bytes()
@@ -327,9 +329,9 @@ def main() -> int:
     def tell(text: str) -> None:
         sys.stderr.write(text + "\n")
 
-    with tempfile.TemporaryDirectory(prefix="headwater-door-") as place:
-        with router(Path(place)) if options.router else node(Path(place)) as target:
-            report = campaign(target, options, tell=tell)
+    start = router if options.router else node
+    with tempfile.TemporaryDirectory(prefix="headwater-door-") as place, start(Path(place)) as target:
+        report = campaign(target, options, tell=tell)
     sys.stdout.write(json.dumps(report, indent=None if given.json else 2) + "\n")
     return 0 if report["ok"] else 1
 

@@ -12,12 +12,12 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-_Attack: TypeAlias = Callable[[asyncio.StreamWriter, random.Random], Awaitable[None]]
+_Attack: TypeAlias = Callable[[asyncio.StreamWriter, random.Random], Coroutine[Any, Any, None]]
 
 PATH: Final = "/v1/completions"
 NO_END: Final = "no end"
@@ -74,7 +74,7 @@ async def unread(writer: asyncio.StreamWriter, chance: random.Random) -> None:
 async def giant(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """A prompt of millions of characters, of one sort or another."""
     piece = chance.choice(["a", " ", "a b", "e\u0301", "\u4e2d", "\U0001f600"])
-    data = json.dumps({"prompt": piece * (_HUGE // len(json.dumps(piece))), "max_tokens": 1}).encode()
+    data = json.dumps({"prompt": piece * (_HUGE // (len(json.dumps(piece)) - 2)), "max_tokens": 1}).encode()
     writer.write(_head(len(data)) + data)
     await asyncio.sleep(_NO_END_S)
 
@@ -148,7 +148,7 @@ async def _again(url: str, kind: str, heard: Counter[str], chance: random.Random
 
 async def _heard(kind: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chance: random.Random) -> str:
     """What a server says to one attack."""
-    doing = asyncio.create_task(KINDS[kind](writer, chance))  # type: ignore[arg-type]  # all are coroutines
+    doing = asyncio.create_task(KINDS[kind](writer, chance))
     hearing = asyncio.create_task(_status(reader, reads=kind != "unread"))
     try:
         done, _ = await asyncio.wait({doing, hearing}, timeout=_NO_END_S, return_when=asyncio.FIRST_COMPLETED)
