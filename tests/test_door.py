@@ -349,8 +349,8 @@ class Seat:
     def __init__(self) -> None:
         self.left: Cut | None = None
 
-    def look(self, now_s: float) -> None:
-        return
+    def look(self, now_s: float) -> float:
+        return now_s
 
     def leave(self, why: Cut) -> None:
         self.left = why

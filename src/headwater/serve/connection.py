@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 VISIT: Final = "headwater_visit"  # in a request's scope
 
-_FREE_PIECES: Final = 1024  # of a body may be of any size; then
+_FREE_PIECES: Final = 256  # of a body may be of any size; then
 _PIECE_BYTES: Final = 256  # is the least that they must have on average: each costs as much as a large one
 _ANSWERED: Final = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
 
@@ -154,26 +154,31 @@ class Connection(H11Protocol):
 
     # --- what the door calls ------------------------------------------------------------------------------------------
 
-    def look(self, now_s: float) -> None:
-        """End it, if it has waited too long."""
+    def look(self, now_s: float) -> float:
+        """End it, if it has waited too long. When to look again, if nothing changes until then."""
         limits, phase = self.door.limits, self.phase
         if phase is Phase.CLOSING and self._pace is None:  # what was said last has to be read, too
             self._lies_here()
         if self._pace is not None:
             self._pace.moved(now_s, self._most_unread_bytes - self.num_unread_bytes)
-        if self._pace is not None and now_s >= self._pace.until_s:
-            self._abort(Cut.UNREAD)
-        elif phase is Phase.CLOSING:
-            return
-        elif self._began_s is None:
-            if phase is Phase.LINGERING and now_s >= self._since_s + limits.linger_s:
-                self._close(Cut.SLOW)
-            elif now_s >= self._since_s + limits.idle_timeout_s:
-                self._close(Cut.SILENT)
-        elif self.conn.their_state is h11.IDLE and now_s >= self._began_s + limits.patience_s:
-            self._refuse(errors.slow_head(limits.patience_s), Cut.SLOW)
-        elif now_s >= self._until_s + limits.grace_s:
-            self._abort(Cut.LATE)
+            if now_s >= self._pace.until_s:
+                self._abort(Cut.UNREAD)
+                return now_s
+            if phase is Phase.CLOSING:
+                return now_s
+        if self._began_s is None:
+            until_s = self._since_s + (limits.linger_s if phase is Phase.LINGERING else limits.idle_timeout_s)
+            if now_s >= until_s:
+                self._close(Cut.SLOW if phase is Phase.LINGERING else Cut.SILENT)
+        elif self.conn.their_state is h11.IDLE:
+            until_s = self._began_s + limits.patience_s
+            if now_s >= until_s:
+                self._refuse(errors.slow_head(limits.patience_s), Cut.SLOW)
+        else:
+            until_s = self._until_s + limits.grace_s
+            if now_s >= until_s:
+                self._abort(Cut.LATE)
+        return until_s if self._pace is None else now_s
 
     def leave(self, why: Cut) -> None:
         """End it now, with a word if one can be said."""
@@ -195,6 +200,7 @@ class Connection(H11Protocol):
         self._began_s = now_s = self.loop.time()
         self._until_s = now_s + self.door.limits.request_timeout_s
         self._num_head_bytes = 0
+        self.door.changed(self)
         return now_s
 
     async def _answer(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -205,6 +211,7 @@ class Connection(H11Protocol):
         timeout_s = self.door.limits.timeout_s(said)
         if timeout_s is not None:
             self._until_s = began_s + timeout_s
+            self.door.changed(self)
         scope[VISIT] = Visit(began_s, timeout_s, turned_away=not self._welcome)
         await self._inner(scope, receive, send)
 

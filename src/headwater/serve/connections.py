@@ -7,8 +7,9 @@ would lock everybody out. Only where all connections have whole requests is a ne
 
 Not here: HTTP, and what a connection does when it is late or has to go (`connection.py`).
 
-Invariants: every connection is looked at every `_LOOK_S`; no more than `max_connections` and `_MORE` are open, and of
-the latter each hears 503 and is closed. What clients do is counted, and told in one line every `_TELL_S` at most.
+Invariants: every connection is looked at when its time is over, `_LOOK_S` later at most; no more than `max_connections`
+and `_MORE` are open, and of the latter each hears 503 and is closed. What clients do is counted, and told in one line
+every `_TELL_S` at most.
 """
 
 import asyncio
@@ -73,8 +74,8 @@ class Guest(Protocol):
     def num_unread_bytes(self) -> int:
         """Of answers that its client has not taken."""
 
-    def look(self, now_s: float) -> None:
-        """End it, if it has waited too long."""
+    def look(self, now_s: float) -> float:
+        """End it, if it has waited too long. When to look again, if nothing changes until then."""
 
     def leave(self, why: Cut) -> None:
         """End it now, with a word if one can be said."""
@@ -86,7 +87,8 @@ class Connections:
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
-        self._phases: dict[Guest, Phase] = {}  # all that are open
+        self._phases: dict[Guest, Phase] = {}  # all that are open, and
+        self._looks_s: dict[Guest, float] = {}  # when to look at them
         self._arriving: dict[Guest, None] = {}  # the longest first
         self._idle: dict[Guest, None] = {}  # the longest first
         self._unread: dict[Guest, None] = {}  # whose answers lie here: the longest first
@@ -106,6 +108,7 @@ class Connections:
             guest.leave(Cut.CROWDED)
             return False
         self._phases[guest] = Phase.ARRIVING
+        self._looks_s[guest] = 0.0
         self._arriving[guest] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
@@ -117,15 +120,21 @@ class Connections:
         if before is None or before is now:
             return
         self._phases[guest] = now
+        self._looks_s[guest] = 0.0
         for phase, line in ((Phase.ARRIVING, self._arriving), (Phase.IDLE, self._idle)):
             if now is phase:
                 line[guest] = None
             else:
                 line.pop(guest, None)
 
+    def changed(self, guest: Guest) -> None:
+        """It waits for something else, or for less long, than when it was looked at."""
+        if guest in self._looks_s:
+            self._looks_s[guest] = 0.0
+
     def left(self, guest: Guest) -> None:
         """A connection is closed, or as good as. Idempotent."""
-        for line in (self._phases, self._arriving, self._idle, self._unread):
+        for line in (self._phases, self._looks_s, self._arriving, self._idle, self._unread):
             line.pop(guest, None)
 
     def cut(self, why: Cut) -> None:
@@ -146,6 +155,7 @@ class Connections:
     def unread(self, guest: Guest) -> None:
         """A client does not take its answer as fast as it is made. Those that let most lie for longest have to go."""
         self._unread[guest] = None
+        self.changed(guest)
         while len(self._unread) > 1 and sum(one.num_unread_bytes for one in self._unread) > self.limits.unread_bytes:
             longest = next(iter(self._unread))
             self.left(longest)
@@ -161,8 +171,10 @@ class Connections:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_LOOK_S, self._look) if self._phases else None  # first: whatever happens below
         now_s = loop.time()
-        for guest in list(self._phases):
-            guest.look(now_s)
+        for guest in [guest for guest, look_s in self._looks_s.items() if look_s <= now_s]:
+            look_s = guest.look(now_s)
+            if guest in self._looks_s:
+                self._looks_s[guest] = look_s
         self.metrics.gauge("connections", len(self._phases))
         self._tell(now_s)
 

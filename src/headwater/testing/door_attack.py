@@ -38,7 +38,7 @@ PLAN: Final[Mapping[str, int]] = {  # a thousand and more: some of them do not g
     "silent": 300,
     "slow_head": 400,
     "slow_body": 300,
-    "half_body": 20,
+    "half_body": 16,
     "unread": 4,
     "giant": 2,
     "bomb": 1,
@@ -51,7 +51,7 @@ MOST_BYTES: Final = 512 << 20
 _START_S: Final = 120.0
 _STOP_S: Final = 20.0
 _ANSWER_S: Final = 60.0  # then an honest client calls it an error
-_PAUSE_S: Final = 0.25  # between two requests of one, on average
+_PAUSE_S: Final = 0.5  # between two requests of one, on average
 _SETTLE_S: Final = 15.0  # after an attack, until the quiet is one
 _TOKENS: Final = 8
 

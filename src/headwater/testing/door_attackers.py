@@ -22,8 +22,8 @@ _Attack: TypeAlias = Callable[[asyncio.StreamWriter, random.Random], Coroutine[A
 PATH: Final = "/v1/completions"
 NO_END: Final = "no end"
 
-_AGAIN_S: Final = 0.2
-_DRIP_S: Final = 1.0
+_AGAIN_S: Final = 0.5
+_DRIP_S: Final = 2.0
 _NO_END_S: Final = 120.0  # longer than any connection may live
 _HUGE: Final = 7 << 20
 
