@@ -54,7 +54,8 @@ def main() -> None:
     """Read until the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server gets it too, and ends us
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if hasattr(libc, "prctl"):  # Linux; elsewhere it ends when it is done with a body
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
     os.nice(_NICE)
     load = cache(lambda: _calls(json.loads(sys.argv[2])))
