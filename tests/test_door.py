@@ -28,7 +28,9 @@ from headwater.core.errors import InvalidConfig
 from headwater.engine.models.base import Model
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
+from headwater.serve import readers
 from headwater.serve.connections import Connections, Cut, Phase
+from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, Pace, fit_connections, host_name
 from serve_kit import WAIT_S, Served, directory, model, served, serving
 
@@ -185,6 +187,41 @@ def test_a_reader_that_dies_is_replaced(directory: Path, model: Model) -> None:
         assert served.post(COMPLETIONS, padded).status_code == 200
         assert bodies.num_bytes == 0
     assert readers_of(os.getpid()) == []
+
+
+def test_a_reader_has_so_much_memory_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_LEAST_MEMORY_BYTES", 160 << 20)
+
+    async def run() -> None:
+        one = readers.Readers(max_body_bytes=1)
+        until_s = asyncio.get_running_loop().time() + WAIT_S
+        bomb, small = b'{"x": [' + b"{}," * 2_700_000 + b"{}]}", b'{"x": 1}'
+        try:
+            for _ in range(2):
+                with pytest.raises(ApiError) as refused:
+                    await one.read("routable", bomb, num_bytes=len(bomb), until_s=until_s)
+                assert (refused.value.status, refused.value.code) == (413, "body_too_large")
+                found = await one.read("routable", small, num_bytes=len(bomb), until_s=until_s)
+                assert found.content == b'{"x":1}'
+        finally:
+            one.close()
+
+    asyncio.run(run())
+
+
+def test_a_tokenizer_that_has_changed_is_not_used(directory: Path) -> None:
+    async def run() -> None:
+        facts: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "max_chars": 100}
+        one = readers.Readers(max_body_bytes=1000, directory=str(directory), digest="another", **facts)
+        try:
+            with pytest.raises(RuntimeError, match="start the server again"):
+                await one.read(
+                    "prompt", COMPLETIONS, b"{}", num_bytes=2, until_s=asyncio.get_running_loop().time() + WAIT_S
+                )
+        finally:
+            one.close()
+
+    asyncio.run(run())
 
 
 def test_who_reads_bodies_loads_no_torch() -> None:

@@ -120,7 +120,8 @@ class Connection(H11Protocol):
         self._num_answered += 1
         self._since_s = self.loop.time()
         self._began_s = None
-        if self.conn.their_state is h11.DONE and (more := self.conn.trailing_data[0]):
+        closing = self.transport.is_closing()
+        if not closing and self.conn.their_state is h11.DONE and (more := self.conn.trailing_data[0]):
             self._begin()
             head = more[: self.door.limits.head_bytes]
             if len(more) > len(head) and b"\n\r\n" not in head and b"\n\n" not in head:

@@ -2,8 +2,8 @@
 
     python -P -m headwater.serve.reader_process FD OPTIONS
 
-OPTIONS is JSON: {} for a router; for a node {"directory", "digest", "model", "max_tokens", "max_chars"}. The digest is
-of the directory's small files: one that has changed since the server started would be another tokenizer.
+OPTIONS is JSON: {"memory_bytes"}, and for a node also {"directory", "digest", "model", "max_tokens", "max_chars"}. The
+digest is of the directory's small files: one that has changed since the server started would be another tokenizer.
 
 It ends with its server. Its memory is bounded; what a large body took goes back to the machine after each.
 """
@@ -34,7 +34,6 @@ from headwater.serve.reading import Reader, large_routable
 
 _Calls: TypeAlias = Mapping[str, Callable[..., object]]
 
-_MOST_BYTES: Final = 2 << 30  # of memory: the tokens of 8 MiB of text take less than one
 _NICE: Final = 5  # others' answers come first
 _PR_SET_PDEATHSIG: Final = 1
 _TRIM_BYTES: Final = 1 << 20  # a body from which on memory is given back
@@ -56,9 +55,10 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):  # Linux; elsewhere it ends when it is done with a body
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    options = json.loads(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_DATA, (options["memory_bytes"], options["memory_bytes"]))
     os.nice(_NICE)
-    load = cache(lambda: _calls(json.loads(sys.argv[2])))
+    load = cache(lambda: _calls(options))
     with suppress(HeadwaterError):  # a body will be answered with it
         load()
     with socket.socket(fileno=int(sys.argv[1])) as ours, ours.makefile("rwb") as stream:
@@ -71,7 +71,7 @@ def main() -> None:
 
 def _calls(options: Mapping[str, Any]) -> _Calls:
     """What can be asked for."""
-    if not options:
+    if "directory" not in options:
         return {"routable": large_routable}
     directory = Path(options["directory"])
     if directory_digest(directory) != options["digest"]:

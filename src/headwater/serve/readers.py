@@ -30,6 +30,8 @@ SIZE: Final = struct.Struct(">Q")  # before each message
 READ, REFUSED, FAILED = "read", "refused", "failed"  # what a reader answers
 
 _HUGE_BYTES: Final = 1 << 20
+_MEMORY_PER_BYTE: Final = 256  # of a body; text whose every byte is a token takes 150 of them
+_LEAST_MEMORY_BYTES: Final = 2 << 30
 _LEFT_S: Final = 1.0  # for a body that nobody waits for: to start another process takes about as long
 _MODULE: Final = "headwater.serve.reader_process"
 
@@ -37,9 +39,10 @@ _MODULE: Final = "headwater.serve.reader_process"
 class Readers:
     """Reads bodies elsewhere. For one event loop; `close` it there."""
 
-    def __init__(self, options: Mapping[str, object]) -> None:
-        """`options` are what `reader_process.py` is started with."""
-        self._lanes = (_Lane(options), _Lane(options))
+    def __init__(self, *, max_body_bytes: int, **options: object) -> None:
+        """`options` are what `reader_process.py` is started with, besides its memory."""
+        memory_bytes = max(_LEAST_MEMORY_BYTES, _MEMORY_PER_BYTE * max_body_bytes)
+        self._lanes = tuple(_Lane({"memory_bytes": memory_bytes, **options}) for _ in range(2))
 
     async def read(self, what: str, *arguments: Any, num_bytes: int, until_s: float) -> Any:
         """What a reader makes of a body. Raises ApiError, also if it is not read by then."""
@@ -143,9 +146,13 @@ class _Process:
         self._ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), json.dumps(dict(options))]
-            self._process = subprocess.Popen(  # noqa: S603  this program, with what it was started with
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-            )
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  this program, with what it was started with
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                )
+            except OSError:
+                self._ours.close()
+                raise
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, message: object) -> tuple[str, Any]:

@@ -139,7 +139,7 @@ class Face:
         self.router = router
         self.bodies = Bodies(limits)
         self.stopping = asyncio.Event()
-        self._readers = Readers({})
+        self._readers = Readers(max_body_bytes=router.config.max_body_bytes)
         self._started = time.time() - time.monotonic()  # between the two clocks
 
     def require_room(self) -> None:

@@ -95,13 +95,12 @@ class Service:
         self._reader = Reader(running.tokenizer, model=running.name, max_tokens=max_tokens, max_chars=max_chars)
         self._threads = ThreadPoolExecutor(_NUM_READING, thread_name_prefix="headwater reading")
         self._readers = Readers(
-            {
-                "directory": str(config.model),
-                "digest": directory_digest(config.model),
-                "model": running.name,
-                "max_tokens": max_tokens,
-                "max_chars": max_chars,
-            }
+            max_body_bytes=config.max_body_bytes,
+            directory=str(config.model),
+            digest=directory_digest(config.model),
+            model=running.name,
+            max_tokens=max_tokens,
+            max_chars=max_chars,
         )
 
     def start_readers(self) -> None:
