@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900 if NIGHTLY else 300)
 @pytest.mark.parametrize("behind_router", [False, True])
 def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_router: bool) -> None:
     options = Options(
-        seconds=300.0 if NIGHTLY else 12.0,
+        seconds=300.0 if NIGHTLY else 16.0,
         quiet=60.0 if NIGHTLY else 4.0,
         plan=PLAN if NIGHTLY else {kind: max(1, number // 5) for kind, number in PLAN.items()},
     )
@@ -30,13 +30,17 @@ def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_route
     with start(tmp_path) as target:
         found = campaign(target, options)
     assert found["checks"]["no_errors"], found
-    assert found["checks"]["all_were_cut"], found
+    if NIGHTLY:  # it is known after two minutes
+        assert found["checks"]["all_were_cut"], found
     assert found["checks"]["memory"], found
     assert found["attack"]["requests"] > options.clients
     assert found["attack"]["longest_s"] < 30  # nobody hangs; how much longer they wait is for a machine of its own
     assert set(found["attackers"]) == set(KINDS)
     assert all(heard["came"] for heard in found["attackers"].values())
-    assert found["attackers"]["garbage"].get("400") or found["attackers"]["garbage"].get("431")
+    assert found["attackers"]["slow_head"]["408"]
+    assert found["attackers"]["slow_body"]["408"]
+    assert found["attackers"]["giant"]["400"]
+    assert found["attackers"]["crumbs"]["400"]
     for log in tmp_path.glob("*.log"):
         assert "Traceback" not in log.read_text(), log
 

@@ -76,12 +76,14 @@ class Seen:
     waits_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    most_bytes: int = 0  # that the server's processes held
 
     def add(self, other: "Seen") -> None:
         """Take in what was seen at another time."""
         self.waits_s += other.waits_s
         self.health_s += other.health_s
         self.errors += other.errors
+        self.most_bytes = max(self.most_bytes, other.most_bytes)
 
     def document(self) -> dict[str, Any]:
         """For people."""
@@ -100,6 +102,30 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which so many lie; 0 for none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+
+# --- who is attacked --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that answers, and its processes."""
+
+    url: str
+    pids: Sequence[int]
+
+    def memory_bytes(self) -> int:
+        """What its processes, and those they started, hold."""
+        found, waiting = 0, list(self.pids)
+        while waiting:
+            pid = waiting.pop()
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+                waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+            except OSError:
+                continue
+            found += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
+        return found
 
 
 # --- honest clients ---------------------------------------------------------------------------------------------------
@@ -128,9 +154,10 @@ class Honest:
             await asyncio.sleep(self._chance.uniform(0.5, 1.5) * _PAUSE_S)
         self.close()
 
-    async def watch(self, seen: Seen, until_s: float) -> None:
-        """Ask for the server's health until then."""
+    async def watch(self, seen: Seen, until_s: float, memory_bytes: Callable[[], int]) -> None:
+        """Ask for the server's health until then, and look at its memory."""
         while time.monotonic() < until_s:
+            seen.most_bytes = max(seen.most_bytes, memory_bytes())
             begin_s = time.monotonic()
             try:
                 async with asyncio.timeout(_ANSWER_S):
@@ -187,36 +214,17 @@ class Honest:
         return int(head[0].split(" ")[1]), body
 
 
-async def ask(url: str, seconds: float, *, clients: int, seed: int) -> Seen:
+async def ask(target: Target, seconds: float, *, clients: int, seed: int) -> Seen:
     """Have honest clients ask for so long."""
     seen, until_s = Seen(), time.monotonic() + seconds
-    honest = [Honest(url, random.Random(f"{seed} {number}")) for number in range(clients + 1)]
-    await asyncio.gather(honest[-1].watch(seen, until_s), *(one.run(seen, until_s) for one in honest[:-1]))
+    *honest, watcher = (Honest(target.url, random.Random(f"{seed} {number}")) for number in range(clients + 1))
+    await asyncio.gather(
+        watcher.watch(seen, until_s, target.memory_bytes), *(client.run(seen, until_s) for client in honest)
+    )
     return seen
 
 
 # --- the campaign -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server that answers, and its processes."""
-
-    url: str
-    pids: Sequence[int]
-
-    def memory_bytes(self) -> int:
-        """What its processes, and those they started, hold."""
-        found, waiting = 0, list(self.pids)
-        while waiting:
-            pid = waiting.pop()
-            try:
-                status = Path(f"/proc/{pid}/status").read_text()
-                waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            except OSError:
-                continue
-            found += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
-        return found
 
 
 @contextmanager
@@ -267,17 +275,16 @@ def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = 
     quiet, attacked, heard = Seen(), Seen(), {kind: dict[str, int]() for kind in options.plan}
 
     def time_of(name: str, seconds: float, seen: Seen, number: int) -> None:
-        found = asyncio.run(ask(target.url, seconds, clients=options.clients, seed=options.seed + number))
+        found = asyncio.run(ask(target, seconds, clients=options.clients, seed=options.seed + number))
         seen.add(found)
         tell(f"{name}: {json.dumps(found.document())}")
 
-    asyncio.run(ask(target.url, min(5.0, options.quiet), clients=options.clients, seed=options.seed))  # warm
-    before_bytes, most_bytes = target.memory_bytes(), 0
+    asyncio.run(ask(target, min(5.0, options.quiet), clients=options.clients, seed=options.seed))  # warm
+    before_bytes = target.memory_bytes()
     for number in range(options.rounds):
         time_of("quiet", options.quiet / (options.rounds + 1), quiet, 2 * number)
         with attackers(target.url, options.plan) as end:
             time_of("attack", options.seconds / options.rounds, attacked, 2 * number + 1)
-            most_bytes = max(most_bytes, target.memory_bytes())
             for kind, counted in end().items():
                 for what, number_heard in counted.items():
                     heard[kind][what] = heard[kind].get(what, 0) + number_heard
@@ -299,7 +306,11 @@ def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = 
         "quiet": quiet.document(),
         "attack": attacked.document(),
         "p99_times": times,
-        "memory_mib": {"before": before_bytes >> 20, "under_attack": most_bytes >> 20, "after": after_bytes >> 20},
+        "memory_mib": {
+            "before": before_bytes >> 20,
+            "under_attack": attacked.most_bytes >> 20,
+            "after": after_bytes >> 20,
+        },
         "attackers": heard,
     }
 
