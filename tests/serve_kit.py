@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
 from headwater.index.slots import SlotState
+from headwater.serve.limits import limits_of
 from headwater.serve.server import Server
 from headwater.serve.service import Service
 from headwater.serve.sockets import address, listen
@@ -68,18 +69,22 @@ class Served:
         answer: dict[str, Any] = found.json()
         return answer
 
+    def connect(self) -> socket.socket:
+        """A bare socket."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return socket.create_connection((host, int(port)), timeout=WAIT_S)
+
     @contextmanager
     def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[socket.socket]:
         """A request on a bare socket; the answer is the caller's to read, or not to."""
-        host, _, port = self.url.removeprefix("http://").partition(":")
         data = json.dumps(body).encode()
         signed = signature(self.url, path, data, who=self.who) if path.startswith("/pd/") else {}
         more = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{more}"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
-        with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
+        with self.connect() as connection:
             connection.sendall(head.encode() + data)
             yield connection
 
@@ -107,12 +112,17 @@ class Served:
 
 
 @contextmanager
-def serving(directory: Path, model: Model, *, survives: bool = True, **options: Any) -> Iterator[Served]:
-    """A server that is gone, with all it had, at the end; unless the engine is to die, nothing may be held then."""
+def serving(
+    directory: Path, model: Model, *, survives: bool = True, door: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Served]:
+    """A server that is gone, with all it had, at the end; unless the engine is to die, nothing may be held then.
+
+    `door`: its limits that are not the usual ones.
+    """
     config = ServeConfig(**{"model": directory, "num_blocks": 512, "node_key": KEY, **options})
     with open_engine(config, model=model) as running, listen("127.0.0.1", 0) as listener:
         answers = threading.Event()
-        service = Service(running, config, url=address(listener))
+        service = Service(running, config, replace(limits_of(config), **door or {}), url=address(listener))
         server = Server(service, beats=heartbeats(service), announce=answers.set)
         thread = threading.Thread(target=server.run, args=([listener],), name="test server")
         served = Served(address(listener), running, server, thread, node_called(service.node, service.url))

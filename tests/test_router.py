@@ -722,7 +722,7 @@ def test_a_client_that_leaves_is_passed_on(phase: str) -> None:
         else:
             host, _, port = here.url.removeprefix("http://").partition(":")
             data = json.dumps(body).encode()
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
                 connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
                 if phase == "line":

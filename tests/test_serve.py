@@ -281,7 +281,7 @@ def test_eight_clients_get_what_each_would_get_alone(served: Served) -> None:
 
 
 def test_health_and_metrics(served: Served) -> None:
-    assert served.get("/health").json() == {"status": "ok", "requests": 0}
+    assert served.get("/health").json() == {"status": "ok", "requests": 0, "free": 272}
     for _ in range(2):
         served.complete(PROMPT, max_tokens=4)
     served.get("/nowhere")

@@ -293,7 +293,7 @@ def test_a_client_that_reads_nothing_holds_up_nobody(served: Served) -> None:
 def test_leaving_in_the_middle_of_a_body_is_no_error(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.raw({}) as connection:
         connection.recv(10_000)
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         connection.sendall(b'Content-Length: 100\r\n\r\n{"prompt":')
     metrics = served.running.metrics
     served.until(lambda: metrics.value("http_requests_total", endpoint=COMPLETIONS, status="gone") == 1)

@@ -328,7 +328,7 @@ class Soak:
                     assert "error" not in event
             return
         data = json.dumps(body).encode()
-        head = f"POST {question.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head = f"POST {question.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in HEADERS.items()) + "\r\n"
         with socket.create_connection(self._address, timeout=WAIT_S) as connection:
             rude(connection, chance)

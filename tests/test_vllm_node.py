@@ -32,7 +32,9 @@ from headwater.disagg.relay import ATTEMPT, TIMEOUT
 from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
 from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
+from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.limits import Limits
 from headwater.serve.sockets import setup
 from headwater.serve.vllm_client import Facts, Vllm, VllmGone
 from headwater.serve.vllm_node import NodeOptions, VllmNode
@@ -90,7 +92,7 @@ def stand() -> Iterator[Stand]:
             Route("/health", health),
         ]
     )
-    server = uvicorn.Server(setup(app))
+    server = uvicorn.Server(setup(app, Connections(Limits(), Metrics())))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

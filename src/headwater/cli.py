@@ -66,6 +66,17 @@ app.add_typer(pool, name="pool")
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+MaxConnections = Annotated[
+    int, typer.Option(help="Connections at a time; for more, those go that keep us waiting longest.")
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A name that a server on loopback without a key answers to, besides localhost; may be given often.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 Directory = Annotated[
     Path | None,
@@ -630,7 +641,6 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are sent away (429).")] = 256,
     step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
     max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -642,6 +652,15 @@ def serve(
     record_bytes: Annotated[
         int, typer.Option(help="How large that file may get; then it says that it is cut.")
     ] = config.RECORD_BYTES,
+    max_prompt_chars: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest text that is made into tokens.", show_default="the context's tokens x the longest token"
+        ),
+    ] = None,
+    max_connections: MaxConnections = 1024,
+    allow_host: AllowHost = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take, from its first byte on.")] = 600.0,
 ) -> None:
     """Serve a model over OpenAI's API, with its KV cached on the device, in host memory, on disk and in a pool."""
     from headwater.disagg.key_file import find_node_key
@@ -654,7 +673,7 @@ def serve(
         name=name,
         host=host,
         port=config.DEFAULT_PORT if port is None else port,
-        api_key=api_key or config.default_api_key(),
+        api_key=_key(api_key, config.default_api_key()),
         device=device,
         dtype=dtype,
         kv=kv,
@@ -684,6 +703,9 @@ def serve(
         pd_timeout_s=pd_timeout,
         pd_recompute=recompute,
         max_body_bytes=max_body_mib << 20,
+        max_prompt_chars=max_prompt_chars,
+        max_connections=max_connections,
+        allowed_hosts=tuple(allow_host or ()),
         max_running=max_running,
         max_waiting=max_waiting,
         step_tokens=step_tokens,
@@ -712,11 +734,18 @@ def revive(
     """Have a server use again what its cache has switched off: a damaged tier, a brain that failed. No restart."""
     from headwater.serve.revive import ask_to_revive
 
-    key = api_key or config.default_api_key()
+    key = _key(api_key, config.default_api_key())
     found = ask_to_revive(url.rstrip("/"), what=what, key=key, timeout_s=timeout)
     _print_json({"command": "revive", **found.document()}) if as_json else draw.revived(found)
     if found.still_off:
         raise typer.Exit(1)
+
+
+def _key(option: str | None, default: str | None) -> str | None:
+    """A key as an option says it, or else the default. One that is empty must not open the door."""
+    if option == "":
+        raise InvalidConfig("a key is not empty: leave the option out to want none")
+    return default if option is None else option
 
 
 def _role(text: str) -> Role:
@@ -761,6 +790,8 @@ def vllm_node(
     lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away.")] = 256,
     wait: Annotated[float, typer.Option(help="Seconds to wait for vLLM at the start.")] = 600.0,
+    max_connections: MaxConnections = 1024,
+    allow_host: AllowHost = None,
 ) -> None:
     """Stand before a vLLM server with Headwater's connector, so that our router can use it as a node."""
     from headwater.disagg.key_file import find_node_key
@@ -779,7 +810,7 @@ def vllm_node(
         vllm=vllm,
         role=Role(role),
         node_key=find_node_key(node_key_file),
-        vllm_key=vllm_key or config.default_vllm_key(),
+        vllm_key=_key(vllm_key, config.default_vllm_key()),
         max_requests=max_requests,
         request_timeout_s=timeout,
         pool_timeout_s=pool_timeout,
@@ -794,6 +825,8 @@ def vllm_node(
         advertise=advertise,
         lease_s=lease,
         wait_s=wait,
+        max_connections=max_connections,
+        allowed_hosts=config.require_hosts(allow_host or ()),
         say=typer.echo,
     )
 
@@ -832,6 +865,8 @@ def router(
     max_attempts: Annotated[int, typer.Option(help="Nodes that may fail a request, before it fails.")] = 4,
     max_prefills: Annotated[int, typer.Option(help="Times that a lost prompt is prefilled; 1: never again.")] = 3,
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away (429).")] = 1024,
+    max_connections: MaxConnections = 1024,
+    allow_host: AllowHost = None,
 ) -> None:
     """Stand before prefill, decode and mixed nodes: one address for clients, who is asked, and whether again."""
     from headwater.disagg.key_file import find_node_key
@@ -840,7 +875,7 @@ def router(
 
     _log_to_stderr()
     options = RouterConfig(
-        api_key=api_key or config.default_api_key(),
+        api_key=_key(api_key, config.default_api_key()),
         node_key=find_node_key(node_key_file),
         request_timeout_s=timeout,
         queue_timeout_s=queue_timeout,
@@ -856,6 +891,8 @@ def router(
         any_port=port is None,
         residency=residency or config.default_residency(),
         model=model,
+        max_connections=max_connections,
+        allowed_hosts=config.require_hosts(allow_host or ()),
         say=typer.echo,
     )
 

@@ -4,7 +4,7 @@ import enum
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -218,10 +218,13 @@ class ServeConfig:
     )
     pd_recompute: bool = True  # whether a decode node may compute what it could not read
     max_body_bytes: int = 8 << 20
+    max_prompt_chars: int | None = None  # None: as many as the context's tokens could stand for
+    max_connections: int = 1024
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` that a server on loopback without a key answers to
     max_running: int = 16
     max_waiting: int = 256
     step_tokens: int = 2048
-    request_timeout_s: float = 600.0  # from a request's arrival to the end of its answer
+    request_timeout_s: float = 600.0  # from a request's first byte to the end of its answer
     cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
     record: Path | None = None  # a file of all that the cache's brain hears; None: nothing is recorded
     record_bytes: int = RECORD_BYTES  # how large it may get
@@ -234,9 +237,17 @@ class ServeConfig:
                 object.__setattr__(self, name, Path(value))
             elif not (isinstance(value, Path) or (value is None and name != "model")):
                 raise InvalidConfig(f"{name} must be a path, not {value!r}")
-        for name in ("block_tokens", "max_body_bytes", "max_running", "max_waiting", "step_tokens"):
+        for name in (
+            "block_tokens",
+            "max_body_bytes",
+            "max_connections",
+            "max_running",
+            "max_waiting",
+            "step_tokens",
+        ):
             _require_count(name, getattr(self, name), 1)
-        for name in ("num_blocks", "device_bytes"):
+        object.__setattr__(self, "allowed_hosts", require_hosts(self.allowed_hosts))
+        for name in ("num_blocks", "device_bytes", "max_prompt_chars"):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), 1)
         for name in ("host_bytes", "disk_bytes"):
@@ -421,8 +432,14 @@ def default_pool_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The key that clients must show: `HEADWATER_API_KEY`; none where that is empty or missing."""
-    return environ.get("HEADWATER_API_KEY") or None
+    """The key that clients must show: `HEADWATER_API_KEY`; none where that is missing. Raises InvalidConfig.
+
+    One that is empty is refused: a secret that was not found must not open the server.
+    """
+    key = environ.get("HEADWATER_API_KEY")
+    if key == "":
+        raise InvalidConfig("HEADWATER_API_KEY is empty: set it to a key, or unset it to want none")
+    return key
 
 
 def default_node(environ: Mapping[str, str] = os.environ) -> str:
@@ -536,6 +553,15 @@ def require_node_key(key: NodeKey, *places: str) -> None:
                 f"without a node key routers and nodes are on loopback only, and {place} is not: start all of them "
                 "with the same --node-key-file (or HEADWATER_NODE_KEY)"
             )
+
+
+def require_hosts(names: Iterable[str]) -> tuple[str, ...]:
+    """Names that a server may be called by. Raises InvalidConfig for what is none."""
+    found = tuple(names)
+    for name in found:
+        if not re.fullmatch(r"[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\]", name):
+            raise InvalidConfig(f"a host's name has no port and no scheme: not {name!r:.80}")
+    return found
 
 
 def is_loopback(host: str) -> bool:

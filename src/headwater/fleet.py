@@ -78,7 +78,9 @@ class FleetOptions:
 class Child:
     """A process of the fleet."""
 
-    def __init__(self, name: str, role: Role | None, command: Sequence[str], log: Path, *, holds: int) -> None:
+    def __init__(
+        self, name: str, role: Role | None, command: Sequence[str], log: Path, *, holds: int | None = None
+    ) -> None:
         """Start it. `role` None: the router. `holds` is a descriptor that it keeps open while it lives."""
         self.name = name
         self.role = role
@@ -92,7 +94,7 @@ class Child:
                 stderr=output,
                 text=True,
                 start_new_session=True,  # a Ctrl-C is ours to pass on, in order
-                pass_fds=(holds,),
+                pass_fds=() if holds is None else (holds,),
                 preexec_fn=_end_with_parent,
             )
 

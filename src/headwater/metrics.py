@@ -104,6 +104,12 @@ _DECLARED: Final = (
     (HISTOGRAM, "residency_lookup_seconds", "Seconds that one question to the residency index took"),
     # The server.
     (COUNTER, "http_requests_total{endpoint,status}", "HTTP requests; status gone: the client left before its answer"),
+    (GAUGE, "connections", "Connections that are open"),
+    (
+        COUNTER,
+        "connections_cut_total{why}",
+        "Connections that the server ended: silent, slow, late, unread, crowded (others came), malformed",
+    ),
     (COUNTER, "prompt_tokens_total", "Tokens of prompts that were answered, cached or computed"),
     (COUNTER, "generated_tokens_total", "Tokens of answers"),
     (HISTOGRAM, "ttft_seconds", "Seconds from a request's arrival at the engine to its first token"),

@@ -18,8 +18,7 @@ import torch
 
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.engine.attention.base import Attention
-
-TOKENIZER: Final = "tokenizer.json"
+from headwater.engine.tokenizer import TOKENIZER
 
 # Who wrote the file, with what, and the dtype it was stored in; nothing of it changes a byte of KV.
 _NOT_COMPUTED_WITH: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.engine.checkpoint import INDEX, SINGLE
-from headwater.engine.identity import TOKENIZER, model_identity
+from headwater.engine.identity import model_identity
 from headwater.engine.loader import CONFIG, GENERATION, build_options, find_device
 from headwater.engine.models.base import Model
 from headwater.engine.models.decoder import Decoder
 from headwater.engine.models.registry import find_architecture
 from headwater.engine.models.settings import Settings
 from headwater.engine.tokenizer import CONFIG as TOKENIZER_CONFIG
+from headwater.engine.tokenizer import TOKENIZER
 
 try:
     import tokenizers

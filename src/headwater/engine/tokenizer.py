@@ -10,11 +10,11 @@ whatever one raises is its word against the messages (InvalidInput), and no faul
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from headwater.core.errors import InvalidInput, NotInstalled
-from headwater.engine.identity import TOKENIZER
 
 try:
     import jinja2
@@ -26,6 +26,7 @@ try:
 except ModuleNotFoundError as error:
     raise NotInstalled(f"reading a tokenizer needs {error.name}: pip install 'headwater[engine]'") from error
 
+TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 TEMPLATE: Final = "chat_template.jinja"
 GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))  # what every template hears, from us alone
@@ -88,9 +89,17 @@ class Tokenizer:
         return bool(self._templates)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, with what the tokenizer puts around it (such as the first token), or without."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Tokens of a text, with what the tokenizer puts around it (such as the first token), or without.
+
+        Other threads run meanwhile: of the package's calls, only those on several texts let go of the interpreter.
+        """
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no token stands for more of a text."""
+        return max(map(len, self._backend.get_vocab()), default=1)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of tokens; bytes that are no characters become U+FFFD, tokens that nobody knows nothing."""

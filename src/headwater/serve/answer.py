@@ -256,6 +256,8 @@ class Answer:
 
     async def _next(self) -> tuple[Choice, Piece] | None:
         while self._num_over < len(self.choices):
+            if self._client_left:  # what lies here is for nobody
+                raise ClientLeft("the client went away")
             choice, output = await self._output()
             if self.first_s is None and output.tokens:
                 self.first_s = self._loop.time()

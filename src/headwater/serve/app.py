@@ -14,10 +14,11 @@ from headwater.config import is_loopback
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
-from headwater.serve.door import HEALTH, MODELS, application, body_of, prometheus
+from headwater.serve.door import HEALTH, MODELS, application, prometheus
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
+from headwater.serve.limits import SMALL_BYTES
 from headwater.serve.openai import Chat, Completions
 from headwater.serve.revive import BRAIN, REVIVE, revive
 from headwater.serve.service import Service
@@ -43,13 +44,13 @@ def create_app(service: Service) -> Starlette:
     async def health(http: Request) -> Response:
         if service.stopping or not running.engine.alive:
             raise ApiError(503, "the engine does not run", kind="server_error", code="not_running")
-        found = {"status": "ok", "requests": running.engine.num_requests}
+        found = {"status": "ok", "requests": running.engine.num_requests, "free": service.num_free}
         return JSONResponse(found if running.cache.failed is None else {**found, "cache": "only misses"})
 
     async def revival(http: Request) -> Response:
         """Have what is switched off used again."""
         bare = http.headers.get("content-length", "0") == "0"
-        body = {} if bare else await body_of(http, config.max_body_bytes)
+        body = {} if bare else await service.bodies.object_of(http, SMALL_BYTES)
         what = body.pop("what", None)
         if body or not isinstance(what, str | None):
             raise errors.invalid("what", f"{REVIVE} takes `what`: a tier's name, or {BRAIN!r}; all that is off without")
@@ -107,4 +108,11 @@ def create_app(service: Service) -> Starlette:
         Authenticator(config.node_key, node_called(service.node, service.url)),
         members_only=config.in_fleet and not is_loopback(config.host),
     )
-    return application(routes, metrics=running.metrics, paths=_PATHS, key_for=lambda path: config.api_key, fleet=fleet)
+    return application(
+        routes,
+        limits=service.limits,
+        metrics=running.metrics,
+        paths=_PATHS,
+        key_for=lambda path: config.api_key,
+        fleet=fleet,
+    )

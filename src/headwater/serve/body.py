@@ -1,40 +1,16 @@
-"""A request's body: read within limits, parsed strictly, its fields taken by name and type.
+"""A request's body: parsed strictly, its fields taken by name and type. How it is read is in `bodies.py`.
 
 Null means absent, as in OpenAI's API. Fields that nobody took can be refused, so that none is ignored (`refuse_rest`).
 Whatever a client sends ends as a value of the right type or as an ApiError that names the field; text that UTF-8 cannot
 say is refused here, once.
 """
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Final, NoReturn
+from typing import NoReturn
 
-from headwater.serve.errors import ApiError, invalid, shown, too_large, unsupported
-
-_READ_TIMEOUT_S: Final = 60.0
-
-
-async def read_json(
-    chunks: AsyncIterator[bytes], *, content_type: str | None, length: str | None, limit_bytes: int
-) -> dict[str, object]:
-    """The object in a body. Waits for the client, a minute at most; holds at most `limit_bytes`."""
-    # Pages of other sites may post plain text to a server on this machine without asking; JSON they may not.
-    if (content_type or "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "send JSON, with 'Content-Type: application/json'", code="unsupported_media_type")
-    if length is not None and length.isdecimal() and int(length[:20]) > limit_bytes:
-        raise too_large(limit_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_READ_TIMEOUT_S):
-            async for chunk in chunks:
-                if len(body) + len(chunk) > limit_bytes:
-                    raise too_large(limit_bytes)
-                body += chunk
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {_READ_TIMEOUT_S:g} s", code="timeout") from error
-    return parse(bytes(body))
+from headwater.serve.errors import invalid, shown, unsupported
 
 
 def parse(body: bytes) -> dict[str, object]:

@@ -1,10 +1,13 @@
-"""The door of both servers: keys, an id for every request, counting, and errors in one shape whatever goes wrong.
+"""The door of both servers: hosts, keys, an id for every request, counting, and errors in one shape for all.
 
-`/health` is open to everybody. A request may bring its id (`x-request-id`) and say how long it is waited for
-(`x-headwater-timeout-s`); an id that is no printable word is replaced. Every answer says the id. Neither an engine nor
-torch is loaded here.
+`/health` wants no key. A request may bring its id (`x-request-id`) and say how long it is waited for, from its first
+byte on (`x-headwater-timeout-s`); an id that is no printable word is replaced. Every answer says the id. Neither an
+engine nor torch is loaded here.
+
+Not here: connections, and what is slow or too much (`connection.py`, `bodies.py`).
 """
 
+import asyncio
 import hmac
 import re
 import secrets
@@ -16,9 +19,11 @@ from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.disagg.relay import REQUEST_ID, TIMEOUT
 from headwater.metrics import Metrics
 from headwater.serve import errors
-from headwater.serve.body import read_json
+from headwater.serve.connection import VISIT
+from headwater.serve.connections import Visit
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard, checked
+from headwater.serve.limits import Limits
 
 try:
     from starlette.applications import Starlette
@@ -39,12 +44,13 @@ _SCOPE: Final = "headwater_request_id"
 
 
 class Guard:
-    """At the door: keys, ids, counting."""
+    """At the door: hosts, keys, ids, counting."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        limits: Limits,
         metrics: Metrics,
         paths: Collection[str],
         key_for: Callable[[str], str | None],
@@ -52,6 +58,7 @@ class Guard:
     ) -> None:
         """`key_for` says which key a path wants of clients, None: none. `paths` are told apart in the metrics."""
         self._app = app
+        self._limits = limits
         self._metrics = metrics
         self._paths = paths
         self._key_for = key_for
@@ -62,6 +69,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if VISIT not in scope:  # it did not come through a connection of ours
+            began_s = asyncio.get_running_loop().time()
+            scope[VISIT] = Visit(began_s, self._limits.timeout_s(_header(scope, TIMEOUT)))
         given = _header(scope, REQUEST_ID)
         name = given if given is not None and _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope[_SCOPE] = name
@@ -80,11 +90,13 @@ class Guard:
 
         try:
             try:
+                if visit_of(scope).turned_away:
+                    raise errors.crowded()
                 admitted = self._fleet.admit(scope)
-                if admitted is not None:
+                if admitted is None:
+                    self._require_entry(scope)
+                else:
                     receive = checked(receive, admitted)
-                elif not self._may_enter(scope):
-                    raise errors.wrong_key()
             except ApiError as refusal:
                 await _respond(refusal)(scope, receive, sending)
                 return
@@ -106,20 +118,27 @@ class Guard:
                 path = family
         return path if path in self._paths else "other"
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _require_entry(self, scope: Scope) -> None:
+        """Raise ApiError for who may not come in: under another machine's name, or without the key."""
+        host = _header(scope, "host")
+        if host is not None and not self._limits.answers_host(host):
+            raise errors.wrong_host(host)
         path = scope["path"]
         key = self._key_for(path)
         if path == HEALTH or (key is None and not self._fleet.members_only):
-            return True
+            return
         if key is None:
-            return False
+            raise errors.wrong_key()
         scheme, _, shown = (_header(scope, "authorization") or "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode("latin-1"), key.encode())
+        right = scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode("latin-1"), key.encode())
+        if not right:
+            raise errors.wrong_key()
 
 
 def application(
     routes: Collection[Route],
     *,
+    limits: Limits,
     metrics: Metrics,
     paths: Collection[str],
     key_for: Callable[[str], str | None],
@@ -129,7 +148,14 @@ def application(
     app = Starlette(
         routes=list(routes),
         middleware=[
-            Middleware(Guard, metrics=metrics, paths=frozenset((*paths, HELLO_PATH)), key_for=key_for, fleet=fleet)
+            Middleware(
+                Guard,
+                limits=limits,
+                metrics=metrics,
+                paths=frozenset((*paths, HELLO_PATH)),
+                key_for=key_for,
+                fleet=fleet,
+            )
         ],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _on_error),
     )
@@ -143,28 +169,24 @@ def request_id(scope: Scope) -> str:
     return name
 
 
-def timeout_s(http: Request, most_s: float) -> float:
-    """How long the client waits: as it says, and at most so long. Raises ApiError."""
-    said = http.headers.get(TIMEOUT)
-    if said is None:
-        return most_s
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise errors.invalid(None, f"{TIMEOUT} must be seconds above 0, not {errors.shown(said)}")
-    return min(seconds, most_s)
+def visit_of(scope: Scope) -> Visit:
+    """What the connection knows of a request."""
+    visit: Visit = scope[VISIT]
+    return visit
 
 
-async def body_of(http: Request, limit_bytes: int) -> dict[str, object]:
-    """The object in a request's body. Raises ApiError; waits for the client, a minute at most."""
-    return await read_json(
-        http.stream(),
-        content_type=http.headers.get("content-type"),
-        length=http.headers.get("content-length"),
-        limit_bytes=limit_bytes,
-    )
+def timeout_s(http: Request) -> float:
+    """How long the client waits, from its request's first byte on. Raises ApiError."""
+    seconds = visit_of(http.scope).timeout_s
+    if seconds is None:
+        said = errors.shown(http.headers.get(TIMEOUT))
+        raise errors.invalid(None, f"{TIMEOUT} must be seconds above 0, not {said}")
+    return seconds
+
+
+def until_s(http: Request) -> float:
+    """When it stops to wait, on the event loop's clock. Raises ApiError."""
+    return visit_of(http.scope).began_s + timeout_s(http)
 
 
 def prometheus(metrics: Metrics) -> Response:

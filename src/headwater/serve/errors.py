@@ -79,8 +79,59 @@ def too_large(limit_bytes: int) -> ApiError:
         413,
         f"the body is larger than the {limit_bytes} bytes that this server reads",
         code="body_too_large",
-        headers={"Connection": "close"},  # the rest of it is not read
     )
+
+
+def too_large_to_read() -> ApiError:
+    """413: not by its bytes, but by what they mean."""
+    return ApiError(413, "the body takes too much memory to be read: send a smaller one", code="body_too_large")
+
+
+def head_too_large(limit_bytes: int) -> ApiError:
+    """431: what comes before the body."""
+    message = f"the request's line and headers are larger than the {limit_bytes} bytes that this server reads"
+    return ApiError(431, message, code="head_too_large")
+
+
+def slow_head(patience_s: float) -> ApiError:
+    """408: what comes before the body."""
+    return ApiError(408, f"the request's headers did not come within {patience_s:g} s", code="timeout")
+
+
+def slow_body() -> ApiError:
+    """408: it did not keep its pace."""
+    return ApiError(408, "the body came too slowly", code="timeout")
+
+
+def crowded() -> ApiError:
+    """503: no connection is free."""
+    return ApiError(
+        503,
+        "this server has as many connections as it takes: try again later",
+        kind="server_error",
+        code="too_many_connections",
+        headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+    )
+
+
+def bodies_full() -> ApiError:
+    """503: for a large body, when others' are held."""
+    return ApiError(
+        503,
+        "this server holds as many bytes of bodies as it may: try again later",
+        kind="server_error",
+        code="too_many_bytes",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def wrong_host(host: str) -> ApiError:
+    """421: another server's name; a page of some site may be behind it."""
+    message = (
+        f"this server is on loopback, wants no key, and so answers no Host but localhost's: not {shown(host)}. If that "
+        "is its name, start it with --allow-host NAME, or with a key"
+    )
+    return ApiError(421, message, code="wrong_host")
 
 
 def queue_full() -> ApiError:

@@ -14,8 +14,6 @@ from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
 from headwater.serve.answer import Answer, ClientLeft, Piece
 from headwater.serve.asked import Asked
-from headwater.serve.body import Fields
-from headwater.serve.door import body_of
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import token_id, token_name
 from headwater.serve.openai import Api, Head, token_counts, usage_document
@@ -42,7 +40,7 @@ class Endpoint(ABC):
         """Answer one request."""
         self._check_role()
         try:
-            with self._service.inside(Request(scope, receive)) as arrival:
+            with self._service.arriving(Request(scope, receive)) as arrival:
                 await self._handle(arrival, send)
         except (ClientDisconnect, ClientLeft):  # nobody is there
             return
@@ -71,11 +69,11 @@ class Generate(Endpoint):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, api = self._service, self._api
-        body = await body_of(arrival.http, service.config.max_body_bytes)
-        question = await service.read(api, Fields(body))
-        answer = service.submit(arrival, api, question)
-        with service.answering(arrival, answer):
-            await Reply(service, arrival, api, question.asked, answer).send(send)
+        question = await service.read(arrival, api)
+        with service.place():
+            answer = service.submit(arrival, api, question)
+            with service.answering(arrival, answer):
+                await Reply(service, arrival, api, question.asked, answer).send(send)
 
 
 class Reply:

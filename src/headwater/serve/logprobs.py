@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Likelihood
+if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
+    from headwater.engine.tokenizer import Tokenizer
+    from headwater.serve.answer import Likelihood
 
 Document: TypeAlias = dict[str, Any]
 NameToken: TypeAlias = Callable[[int], str]  # what a token is called
@@ -14,7 +15,7 @@ _BY_NUMBER: Final = "token_id:"
 _LEAST: Final = -9999.0  # JSON has no infinity
 
 
-def token_name(tokenizer: Tokenizer, token: int) -> str:
+def token_name(tokenizer: "Tokenizer", token: int) -> str:
     """A token's text, or its number where its bytes alone are no text."""
     text = tokenizer.decode([token], skip_special_tokens=False)
     return text if text and "\ufffd" not in text else token_id(token)
@@ -25,7 +26,7 @@ def token_id(token: int) -> str:
     return f"{_BY_NUMBER}{token}"
 
 
-def completion_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> Document | None:
+def completion_logprobs(likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
     """The older shape: lists side by side."""
     if not likelihoods:
         return None
@@ -43,7 +44,7 @@ def completion_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> D
     }
 
 
-def chat_logprobs(likelihoods: Sequence[Likelihood], name: NameToken) -> Document | None:
+def chat_logprobs(likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
     """The newer shape: one entry per token."""
     if not likelihoods:
         return None

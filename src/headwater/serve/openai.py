@@ -7,13 +7,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from headwater.engine.request import Usage
-from headwater.serve.answer import Piece
 from headwater.serve.asked import Asked, Prompt, chat_prompts, completion_prompts, read_chat, read_completion
 from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
+
+if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
+    from headwater.serve.answer import Piece
 
 Document: TypeAlias = dict[str, Any]
 
@@ -37,11 +39,11 @@ class Api(ABC):
         """A body's prompts alone, whatever else it says. Raises ApiError."""
 
     @abstractmethod
-    def choice(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer as one of a response's choices. `name` says what a token is called."""
 
     @abstractmethod
-    def delta(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """More of an answer as a chunk's only choice."""
 
 
@@ -62,12 +64,12 @@ class Completions(Api):
         """A body's prompts alone."""
         return completion_prompts(body)
 
-    def choice(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer."""
         logprobs = completion_logprobs(piece.likelihoods, name)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def delta(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """The same as a whole one, with less in it."""
         return self.choice(index, piece, finish_reason, name)
 
@@ -90,12 +92,12 @@ class Chat(Api):
         """A body's conversation alone."""
         return chat_prompts(body)
 
-    def choice(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         """A whole answer."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return {"index": index, "message": message, **self._rest(piece, finish_reason, name)}
 
-    def delta(self, index: int, piece: Piece, finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """More of an answer; the first says whose it is."""
         delta: Document = {"role": "assistant"} if first else {}
         if first or piece:
@@ -103,7 +105,7 @@ class Chat(Api):
         return {"index": index, "delta": delta, **self._rest(piece, finish_reason, name)}
 
     @staticmethod
-    def _rest(piece: Piece, finish_reason: str | None, name: NameToken) -> Document:
+    def _rest(piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
         return {"logprobs": chat_logprobs(piece.likelihoods, name), "finish_reason": finish_reason}
 
 

@@ -15,7 +15,6 @@ node is closed; errors have OpenAI's shape, whatever goes wrong.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,10 +28,14 @@ from headwater.disagg.nodes import NameTaken, NodeRefused
 from headwater.disagg.router import Router
 from headwater.disagg.trip import Call, NoAnswer
 from headwater.serve import errors
+from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
-from headwater.serve.door import HEALTH, MODELS, application, body_of, prometheus, request_id, timeout_s
+from headwater.serve.door import HEALTH, MODELS, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.limits import SMALL_BYTES, Limits
+from headwater.serve.readers import Readers
+from headwater.serve.reading import Routable, routable
 
 try:
     from starlette.applications import Starlette
@@ -89,58 +92,79 @@ class Routed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        face, http = self._face, Request(scope, receive)
+        face.require_room()
         with suppress(ClientDisconnect):  # nobody is there
-            call = await self._call(Request(scope, receive))
-            client = Responder(scope, receive, send)
-            work = asyncio.create_task(self._face.router.route(call, client))
-            leaving = asyncio.create_task(_until_gone(receive))
-            stopping = asyncio.create_task(self._face.stopping.wait())
-            try:
-                await asyncio.wait({work, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                if client.over:
-                    await asyncio.wait({work})
-            finally:
-                for task in (work, leaving, stopping):
-                    task.cancel()
-                await asyncio.wait({work, leaving, stopping})
-            if work.cancelled():
-                if self._face.stopping.is_set():
-                    await _tell(client, errors.closing())
-                return
-            try:
-                work.result()
-            except NoAnswer as failure:
-                raise _api_error(failure) from failure
+            async with face.bodies.body_of(http, face.router.config.max_body_bytes) as body:
+                call = await self._call(http, body)
+                del body  # the call has its own, for as long as nodes may be asked
+                await self._route(call, Responder(scope, receive, send), receive)
 
-    async def _call(self, http: Request) -> Call:
-        router, loop = self._face.router, asyncio.get_running_loop()
-        arrived_s = loop.time()
-        if self._face.stopping.is_set():
-            raise errors.closing()
-        if router.num_requests >= router.config.max_requests:
-            raise errors.queue_full()
-        waits_s = timeout_s(http, router.config.request_timeout_s)
-        body = await body_of(http, router.config.max_body_bytes)
+    async def _route(self, call: Call, client: Responder, receive: Receive) -> None:
+        work = asyncio.create_task(self._face.router.route(call, client))
+        leaving = asyncio.create_task(_until_gone(receive))
+        stopping = asyncio.create_task(self._face.stopping.wait())
         try:
-            content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        except (ValueError, RecursionError) as error:
-            raise errors.invalid(None, "a number in the body is too large", code="invalid_json") from error
+            await asyncio.wait({work, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if client.over:
+                await asyncio.wait({work})
+        finally:
+            for task in (work, leaving, stopping):
+                task.cancel()
+            await asyncio.wait({work, leaving, stopping})
+        if work.cancelled():
+            if self._face.stopping.is_set():
+                await _tell(client, errors.closing())
+            return
+        try:
+            work.result()
+        except NoAnswer as failure:
+            raise _api_error(failure) from failure
+
+    async def _call(self, http: Request, body: bytes) -> Call:
+        ends_s = until_s(http)
+        read = await self._face.read(body, ends_s)
+        self._face.require_room()
         return Call(
             endpoint=self._endpoint,
-            body=body,
-            content=content,
+            body=read.body,
+            content=read.content,
             request_id=request_id(http.scope),
-            until_s=arrived_s + waits_s,
+            until_s=ends_s,
         )
 
 
 class Face:
     """What the routes share. For one event loop."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, limits: Limits) -> None:
         self.router = router
+        self.bodies = Bodies(limits)
         self.stopping = asyncio.Event()
+        self._readers = Readers(max_body_bytes=router.config.max_body_bytes)
         self._started = time.time() - time.monotonic()  # between the two clocks
+
+    def require_room(self) -> None:
+        """Raise ApiError if no more requests are taken, now or at all."""
+        if self.stopping.is_set():
+            raise errors.closing()
+        if self.router.num_requests >= self.router.config.max_requests:
+            raise errors.queue_full()
+
+    async def read(self, body: bytes, ends_s: float) -> Routable:
+        """What a client's body says, as far as a router wants to know. Raises ApiError."""
+        if len(body) <= SMALL_BYTES:
+            return routable(body)
+        found: Routable = await self._readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
+        return found
+
+    def start_readers(self) -> None:
+        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
+        self._readers.start()
+
+    def close(self) -> None:
+        """Read no more. Blocks for a moment. Idempotent."""
+        self._readers.close()
 
     async def health(self, http: Request) -> Response:
         """Whether a request could be answered."""
@@ -185,7 +209,7 @@ class Face:
 
     async def nodes(self, http: Request) -> Response:
         """Hear a heartbeat."""
-        body = await body_of(http, _MAX_BEAT_BYTES)
+        body = await self.bodies.object_of(http, _MAX_BEAT_BYTES)
         try:
             return JSONResponse(self.router.heard(Beat.read(body)))
         except NodeRefused as error:
@@ -196,7 +220,7 @@ class Face:
 
     async def drain(self, http: Request) -> Response:
         """Give a node nothing new, or something again."""
-        fields = Fields(await body_of(http, _MAX_BEAT_BYTES))
+        fields = Fields(await self.bodies.object_of(http, _MAX_BEAT_BYTES))
         node = fields.text("node")
         if node is None:
             raise errors.invalid("node", "node must name a node")
@@ -207,9 +231,9 @@ class Face:
             raise ApiError(404, str(error), param="node", code="not_found") from error
 
 
-def create_router_app(router: Router) -> tuple[Starlette, Face]:
-    """The application for a router, which is its owner's to close."""
-    face, config = Face(router), router.config
+def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
+    """The application for a router, which is its owner's to close, as is the face."""
+    face, config = Face(router, limits), router.config
     routes = [
         Route(HEALTH, face.health),
         Route(_METRICS, face.metrics),
@@ -222,6 +246,7 @@ def create_router_app(router: Router) -> tuple[Starlette, Face]:
     ]
     app = application(
         routes,
+        limits=limits,
         metrics=router.metrics,
         paths=_PATHS,
         key_for=lambda path: config.api_key,

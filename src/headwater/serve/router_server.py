@@ -10,8 +10,10 @@ from contextlib import suppress
 
 from headwater.core.errors import NotInstalled
 from headwater.disagg.router import Router
+from headwater.serve.connections import Connections
+from headwater.serve.limits import Limits, router_limits
 from headwater.serve.router_app import create_router_app
-from headwater.serve.sockets import hasten, setup
+from headwater.serve.sockets import receive_on, setup
 
 try:
     import uvicorn
@@ -22,24 +24,33 @@ except ModuleNotFoundError as error:
 class RouterServer(uvicorn.Server):
     """Serves a router on sockets it is given, and closes it. `run` blocks until a signal or `should_exit`."""
 
-    def __init__(self, router: Router, *, announce: Callable[[], None] | None = None) -> None:
-        """`announce` is called when it answers."""
-        app, self._face = create_router_app(router)
-        super().__init__(setup(app))
+    def __init__(
+        self, router: Router, *, limits: Limits | None = None, announce: Callable[[], None] | None = None
+    ) -> None:
+        """`limits` of the door; None: as the router is configured. `announce` is called when it answers."""
+        limits = limits or router_limits(router.config)
+        app, self._face = create_router_app(router, limits)
+        self._connections = Connections(limits, router.metrics)
+        super().__init__(setup(app, self._connections))
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer."""
-        hasten(sockets)
         await super().startup(sockets)
+        receive_on(sockets, self._connections)
         if self._announce is not None:
             self._announce()
+
+    def start_readers(self) -> None:
+        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
+        self._face.start_readers()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is under way, then close connections."""
         self._face.stopping.set()
         await super().shutdown(sockets)
         await self._face.router.aclose()
+        self._face.close()
 
     def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
         """Run, and take the signal that ended it for what it is: a way to end."""

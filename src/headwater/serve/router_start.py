@@ -1,12 +1,12 @@
 """From options to a router that answers: the socket first, then the index it asks, then a line that can be tried.
 
 With a residency index the router wants to know who holds a prompt, so it needs the prompt in tokens: those of clients
-that send tokens it has, for text it needs the model's tokenizer (`--model`), and loads what reads one. What it cannot
-read is routed by load and speed alone.
+that send tokens it has, for text it needs the model's tokenizer (`--model`). What it cannot read is routed by load and
+speed alone, and so is a text that would take too long: one in a large body.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,14 @@ from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.disagg.lookup import Asking, PrefixLookup
 from headwater.disagg.router import Router
 from headwater.disagg.settings import RouterConfig
+from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
+from headwater.serve.asked import Messages, salt_of
+from headwater.serve.body import Fields
+from headwater.serve.errors import ApiError
+from headwater.serve.limits import MAX_CONNECTIONS, fit_connections, router_limits
+from headwater.serve.prompts import encode
+from headwater.serve.reading import APIS, LargeBody
 from headwater.serve.router_server import RouterServer
 from headwater.serve.sockets import address, curl, listen
 
@@ -33,6 +40,8 @@ def run(
     any_port: bool,
     residency: str | None,
     model: Path | None,
+    max_connections: int = MAX_CONNECTIONS,
+    allowed_hosts: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> None:
     """Route until a signal ends it. Blocks. With `any_port`, on a free port if `port` is taken.
@@ -44,11 +53,17 @@ def run(
         if config.api_key is None and not is_loopback(listener.getsockname()[0]):
             log.warning("everybody who can reach %s can use this router: it wants no API key", host)
 
+        fits = fit_connections(max_connections, other_files=config.max_requests)  # each asks a node
+        bound = listener.getsockname()[0]
+
         def announce() -> None:
+            server.start_readers()
             say(f"the router answers on {address(listener)}/v1")
             say(curl(address(listener), with_key=config.api_key is not None))
 
-        RouterServer(one, announce=announce).serve_forever([listener])
+        limits = router_limits(config, bound=bound, max_connections=fits, allowed_hosts=allowed_hosts)
+        server = RouterServer(one, limits=limits, announce=announce)
+        server.serve_forever([listener])
 
 
 @contextmanager
@@ -74,23 +89,16 @@ def open_router(
 
 def reader(model: Path | None) -> Read:
     """What turns bodies into tokens: all of them with a model's directory, without one those that hold tokens."""
-    from headwater.serve.asked import Messages, salt_of
-    from headwater.serve.body import Fields
-    from headwater.serve.errors import ApiError
-    from headwater.serve.openai import Chat, Completions  # loads torch
-    from headwater.serve.prompts import encode
-
-    apis = {api.endpoint: api for api in (Completions(), Chat())}
     tokenizer = None
     if model is None:
         log.warning("prompts that are text are routed without the index: name a model's directory (--model)")
     else:
-        from headwater.engine.loader import load_tokenizer
-
-        tokenizer = load_tokenizer(model)
+        tokenizer = Tokenizer.load(model)
 
     def read(endpoint: str, body: Mapping[str, object]) -> Asking | None:
-        api, fields = apis[endpoint], Fields(body)  # of which only the prompt matters here: nodes know the rest
+        if isinstance(body, LargeBody):
+            return body.asking
+        api, fields = APIS[endpoint], Fields(body)  # of which only the prompt matters here: nodes know the rest
         try:
             prompt = api.prompts(fields)[0]
             if isinstance(prompt, list):

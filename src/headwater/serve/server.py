@@ -14,8 +14,9 @@ from typing import Final
 from headwater.core.errors import NotInstalled
 from headwater.serve.app import create_app
 from headwater.serve.beats import Beats
+from headwater.serve.connections import Connections
 from headwater.serve.service import Service
-from headwater.serve.sockets import hasten, setup
+from headwater.serve.sockets import receive_on, setup
 
 try:
     import uvicorn
@@ -32,17 +33,18 @@ class Server(uvicorn.Server):
         self, service: Service, *, beats: Beats | None = None, announce: Callable[[], None] | None = None
     ) -> None:
         """`announce` is called when the server answers."""
-        super().__init__(setup(create_app(service)))
+        self._connections = Connections(service.limits, service.running.metrics)
+        super().__init__(setup(create_app(service), self._connections))
         self._service = service
         self._beats = beats
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer. Raises InvalidConfig if a router refuses this node."""
-        hasten(sockets)
         if self._beats is not None:  # before: a node that is refused never answers. Who asks meanwhile waits a moment
             await self._beats.join()
         await super().startup(sockets)
+        receive_on(sockets, self._connections)
         if self._announce is not None:
             self._announce()
 
@@ -56,6 +58,7 @@ class Server(uvicorn.Server):
         if self._beats is not None:
             await self._beats.leave()
         await super().shutdown(sockets)
+        self._service.close()
 
     async def _drain(self) -> None:
         until_s = asyncio.get_running_loop().time() + self._service.config.drain_s

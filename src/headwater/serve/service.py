@@ -1,13 +1,15 @@
 """An engine and who is being answered: the way of a request from its body into the engine, whatever is asked of it.
 
-    body -> Asked -> tokens (in a thread) -> Engine.submit -> an Answer
+    body (`bodies.py`) -> Asked, tokens (`reading.py`) -> a place -> Engine.submit -> an Answer
 
 Not here: routes and keys (`app.py`, `door.py`), what fields mean (`openai.py`), how an answer is said (`generate.py`,
 `tickets.py`), sockets and signals (`server.py`).
 
 Invariants:
 - Whatever ends a request, its engine request is cancelled or over.
-- At most as many bodies are held at a time as the engine takes requests.
+- A request has a place from when it is read to the last byte of its answer; there are as many as the engine takes. So a
+  body that does not come, or takes long to read, is in nobody's way.
+- A request's time begins with its first byte, and everything here ends with it.
 - An attempt of a router is known from its arrival to its end, and only once at a time.
 """
 
@@ -15,6 +17,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,12 +32,16 @@ from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
 from headwater.serve.answer import Answer, Transcript
 from headwater.serve.asked import Asked
-from headwater.serve.body import Fields
-from headwater.serve.door import request_id, timeout_s
+from headwater.serve.bodies import Bodies
+from headwater.serve.door import request_id, timeout_s, visit_of
 from headwater.serve.errors import ApiError
+from headwater.serve.limits import SMALL_BYTES, Limits, limits_of
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
-from headwater.serve.prompts import encode
+from headwater.serve.prompts import require_room
+from headwater.serve.reader_process import directory_digest
+from headwater.serve.readers import Readers
+from headwater.serve.reading import Envelope, Question, Reader
 
 try:
     from starlette.requests import Request
@@ -42,6 +49,7 @@ except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
+_NUM_READING: Final = 4  # small bodies that are read at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ class Arrival:
     http: Request
     request_id: str  # one for its whole way, not unique
     attempt: str  # unique
-    arrived_s: float  # on the loop's clock
+    arrived_s: float  # its first byte, on the loop's clock
     timeout_s: float
 
     @property
@@ -60,43 +68,65 @@ class Arrival:
         return f"{self.request_id}/{self.attempt}"
 
     @property
+    def until_s(self) -> float:
+        """When it is over, on the loop's clock."""
+        return self.arrived_s + self.timeout_s
+
+    @property
     def left_s(self) -> float:
         """How much of its time is left."""
-        return self.arrived_s + self.timeout_s - asyncio.get_running_loop().time()
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked, with the prompts in tokens."""
-
-    asked: Asked
-    prompts: list[list[int]]
+        return self.until_s - asyncio.get_running_loop().time()
 
 
 class Service:
-    """An engine and who is being answered. For the event loop's thread."""
+    """An engine and who is being answered. For the event loop's thread; `close` it there."""
 
-    def __init__(self, running: Running, config: ServeConfig, *, url: str = "") -> None:
-        """`url` is where routers find this node."""
+    def __init__(self, running: Running, config: ServeConfig, limits: Limits | None = None, *, url: str = "") -> None:
+        """`limits` of the door; None: as the config says. `url` is where routers find this node."""
         self.running = running
         self.config = config
+        self.limits: Final = limits or limits_of(config)
+        self.bodies: Final = Bodies(self.limits)
         self.url: Final = url
         self.node: Final = config.node or default_node()
         self.fingerprint: Final = f"hw-{running.engine.model.identity.digest.hex()[:12]}"
         self.tiers: Final = ("device", *running.cache.brain.tiers)
         self.stopping = False  # nothing new is taken
         self._attempts: dict[str, Answer | None] = {}  # under way
-        self._num_inside = 0
+        self._num_inside = 0  # places that are taken
+        max_tokens = running.engine.max_tokens
+        max_chars = config.max_prompt_chars or max_tokens * running.tokenizer.longest_token
+        reader: dict[str, Any] = {
+            "model": running.name,
+            "max_tokens": max_tokens,
+            "max_chars": max_chars,
+            "max_answers": running.engine.max_requests,
+            "vocab_size": running.engine.model.vocab_size,
+        }
+        self._reader = Reader(running.tokenizer, **reader)
+        self._threads = ThreadPoolExecutor(_NUM_READING, thread_name_prefix="headwater reading")
+        self._readers = Readers(
+            max_body_bytes=config.max_body_bytes,
+            directory=str(config.model),
+            digest=directory_digest(config.model),
+            **reader,
+        )
+
+    def start_readers(self) -> None:
+        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
+        self._readers.start()
+
+    def close(self) -> None:
+        """Read no more. Blocks for a moment. Idempotent."""
+        self._readers.close()
+        self._threads.shutdown(cancel_futures=True)
 
     # --- in and out ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def inside(self, http: Request) -> Iterator[Arrival]:
-        """Come in with a request. Raises ApiError if there is no room, or no more."""
-        if self.stopping:
-            raise errors.closing()
-        if self._num_inside >= self.config.max_running + self.config.max_waiting:
-            raise errors.queue_full()
+    def arriving(self, http: Request) -> Iterator[Arrival]:
+        """Come in with a request, before its body is read. Raises ApiError if there is no room now, or no more."""
+        self._require_place()
         said = http.headers.get(ATTEMPT)
         if said is not None and not _WORD.fullmatch(said):
             raise errors.invalid(None, f"{ATTEMPT} must be a word of up to 128 characters, not {errors.shown(said)}")
@@ -106,16 +136,35 @@ class Service:
             http=http,
             request_id=request_id(http.scope),
             attempt=said or secrets.token_hex(12),
-            arrived_s=asyncio.get_running_loop().time(),
-            timeout_s=timeout_s(http, self.config.request_timeout_s),
+            arrived_s=visit_of(http.scope).began_s,
+            timeout_s=timeout_s(http),
         )
-        self._num_inside += 1
         self._attempts[arrival.attempt] = None
         try:
             yield arrival
         finally:
-            self._num_inside -= 1
             del self._attempts[arrival.attempt]
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place. Raises ApiError if there is none, or no more."""
+        self._require_place()
+        self._num_inside += 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+
+    def _require_place(self) -> None:
+        if self.stopping:
+            raise errors.closing()
+        if not self.num_free:
+            raise errors.queue_full()
+
+    @property
+    def num_free(self) -> int:
+        """Places that are free."""
+        return self.config.max_running + self.config.max_waiting - self._num_inside
 
     @contextmanager
     def answering(self, arrival: Arrival, answer: Answer) -> Iterator[None]:
@@ -131,8 +180,8 @@ class Service:
 
     @property
     def num_inside(self) -> int:
-        """Requests that have not been answered."""
-        return self._num_inside
+        """Requests that have not been answered, those whose bodies are still coming among them."""
+        return len(self._attempts)
 
     def progress_of(self, attempt: str) -> dict[str, Any] | None:
         """How it goes with an attempt, as a router wants to know; None if it is not here."""
@@ -166,32 +215,29 @@ class Service:
 
     # --- into the engine ----------------------------------------------------------------------------------------------
 
-    async def read(self, api: Api, body: Fields) -> Question:
-        """What a body asks for. Raises ApiError."""
-        asked = api.read(body)
-        if asked.model not in (None, self.running.name):
-            raise errors.unknown_model(asked.model or "", self.running.name)
-        self._check(asked, api)
-        prompts = await asyncio.to_thread(self._encode, api, asked)  # a long text takes a while
-        return Question(asked, prompts)
+    async def read(self, arrival: Arrival, api: Api) -> Question:
+        """What a client's body asks for. Raises ApiError; waits for the client."""
+        async with self.bodies.body_of(arrival.http, self.config.max_body_bytes) as body:
+            question: Question = await self._read(arrival, "question", api.endpoint, body)
+            return question
 
-    def _encode(self, api: Api, asked: Asked) -> list[list[int]]:
-        added = asked.add_special_tokens
-        return [encode(self.running.tokenizer, api, one, add_special_tokens=added) for one in asked.prompts]
+    async def read_envelope(self, arrival: Arrival, more_bytes: int) -> Envelope:
+        """The same, of a body in a router's envelope, which may have so many bytes more."""
+        async with self.bodies.body_of(arrival.http, self.config.max_body_bytes + more_bytes) as body:
+            envelope: Envelope = await self._read(arrival, "envelope", body)
+            return envelope
 
-    def _check(self, asked: Asked, api: Api) -> None:
-        """Refuse what this server and this model can never do."""
-        engine, vocab_size = self.running.engine, self.running.engine.model.vocab_size
-        if asked.num_answers > engine.max_requests:
-            message = (
-                f"{asked.num_answers} answers are more than the {engine.max_requests} that this server takes at once"
-            )
-            raise errors.invalid("n" if asked.num_choices > 1 else api.prompt_param, message)
-        for name, tokens in (("logit_bias", dict(asked.logit_bias).keys()), ("stop_token_ids", asked.stop_ids)):
-            unknown = next((token for token in tokens if token >= vocab_size), None)
-            if unknown is not None:
-                message = f"{name} names the token {unknown}, and the vocabulary has {vocab_size}"
-                raise errors.invalid(name, message)
+    async def _read(self, arrival: Arrival, what: str, *arguments: Any) -> Any:
+        """Have a body read by a method of Reader, here or elsewhere."""
+        num_bytes, until_s = len(arguments[-1]), arrival.until_s
+        if num_bytes > SMALL_BYTES:
+            return await self._readers.read(what, *arguments, num_bytes=num_bytes, until_s=until_s)
+        try:
+            async with asyncio.timeout_at(until_s):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, getattr(self._reader, what), *arguments)
+        except TimeoutError as error:
+            raise errors.too_late(arrival.timeout_s) from error
 
     def submit(
         self, arrival: Arrival, api: Api, question: Question, *, handoffs: Sequence[Sending | Taking] = ()
@@ -202,7 +248,7 @@ class Service:
         choices are computed where the prompt's blocks are read to.
         """
         asked = question.asked
-        answer = Answer(self.running.engine, timeout_s=arrival.timeout_s, until_s=arrival.arrived_s + arrival.timeout_s)
+        answer = Answer(self.running.engine, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
         for i, tokens in enumerate(question.prompts):
             handoff = handoffs[i] if handoffs else None
             # Without a cache each prompt is a tenant of its own, whose blocks nobody else can find.
@@ -267,10 +313,8 @@ class Service:
 
     def _max_tokens(self, api: Api, asked: Asked, num_prompt: int) -> int:
         wanted, limit = asked.max_tokens, self.running.engine.max_tokens
+        require_room(api, num_prompt, limit)
         room = limit - num_prompt
-        if room < 1:
-            message = f"the prompt has {num_prompt} tokens, and with its answer may have {limit}"
-            raise errors.too_long(api.prompt_param, message)
         if wanted is not None and wanted > room:
             message = (
                 f"the prompt has {num_prompt} tokens and {wanted} are to be generated; together they may be {limit}"

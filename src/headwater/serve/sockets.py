@@ -1,12 +1,16 @@
 """What both servers stand on: a listening socket, where it is found, a line to try, uvicorn. No engine, no torch."""
 
+import asyncio
 import json
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
 from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.serve.connection import Connection
+from headwater.serve.connections import Connections
 
 try:
     import uvicorn
@@ -16,14 +20,22 @@ except ModuleNotFoundError as error:
 log = logging.getLogger("headwater")
 
 _GRACE_S: Final = 5  # for connections to close; then they are cut
-_BACKLOG: Final = 1024
+_BACKLOG: Final = 1024  # that wait to be let in
+_BATCH: Final = 32  # that are let in at a time. Without descriptors, asyncio complains as often, once a second
+_UNSENT_BYTES: Final = 128 << 10  # of an answer that the kernel takes and cannot send: the rest stays ours, and counts
 
 
-def setup(app: Any) -> uvicorn.Config:
+def setup(app: Any, connections: Connections) -> uvicorn.Config:
     """How uvicorn serves an application here."""
+
+    class Here(Connection):
+        door = connections
+
     return uvicorn.Config(
         app,
-        http="h11",
+        http=Here,
+        backlog=_BATCH,
+        timeout_keep_alive=math.ceil(connections.limits.idle_timeout_s) + 1,  # `Connection` is faster
         ws="none",
         lifespan="off",
         log_config=None,
@@ -33,11 +45,15 @@ def setup(app: Any) -> uvicorn.Config:
     )
 
 
-def hasten(sockets: Sequence[socket.socket] | None) -> None:
-    """Send small things at once; who is let in inherits it. Else events of a stream wait for 40 ms."""
+def receive_on(sockets: Sequence[socket.socket] | None, connections: Connections) -> None:
+    """Once uvicorn has begun: how connections are let in, and what those who are let in inherit."""
+    asyncio.get_running_loop().set_exception_handler(connections.on_trouble)
     for one in sockets or ():
+        one.listen(_BACKLOG)  # to asyncio it is the batch
         if one.family in (socket.AF_INET, socket.AF_INET6):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else events of a stream wait for 40 ms
+            if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def listen(host: str, port: int, *, or_any: bool = False) -> socket.socket:

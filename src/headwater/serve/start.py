@@ -18,6 +18,7 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Load, Rates
 from headwater.serve.beats import Beats
+from headwater.serve.limits import fit_connections, limits_of
 from headwater.serve.server import Server
 from headwater.serve.service import Service
 from headwater.serve.sockets import address, curl, listen
@@ -37,7 +38,14 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             log.warning("everybody who can reach %s can use this server: it wants no API key", config.host)
         log.info("loading %s", config.model)
         with open_engine(config) as running:
-            service = Service(running, config, url=config.advertise or address(listener))
+            fits = fit_connections(config.max_connections)
+            bound = listener.getsockname()[0]
+            service = Service(
+                running,
+                config,
+                limits_of(config, bound=bound, max_connections=fits),
+                url=config.advertise or address(listener),
+            )
             log.info(
                 "%s on %s: %d tokens a request, cached in %s",
                 running.name,
@@ -47,6 +55,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             )
 
             def announce() -> None:
+                service.start_readers()
                 if config.role is Role.MIXED:
                     say(f"{running.name} answers on {address(listener)}/v1")
                     say(curl(address(listener), running.name, with_key=config.api_key is not None))

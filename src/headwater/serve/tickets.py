@@ -24,13 +24,11 @@ from headwater.disagg.used import Use, UsedTickets
 from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
-from headwater.serve.body import Fields
-from headwater.serve.door import body_of
 from headwater.serve.errors import HandoffFailed
 from headwater.serve.generate import Endpoint, Reply
-from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.phases import phases_of
-from headwater.serve.service import Arrival, Question, Service
+from headwater.serve.reading import APIS, Question
+from headwater.serve.service import Arrival, Service
 
 try:
     from starlette.responses import JSONResponse
@@ -44,7 +42,6 @@ PREFILL: Final = "/pd/prefill"
 DECODE: Final = "/pd/decode"
 ATTEMPTS: Final = "/pd/attempts"
 
-_APIS: Final[dict[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
 _SEVERAL: Final = "tickets"  # of a body with several prompts, one for each
 _UNSEALED: Final = "the ticket is not sealed with this node's key, or was changed: start all nodes with the same key"
@@ -61,18 +58,6 @@ class _Asked(Endpoint):
         if role is not self.role:
             raise errors.wrong_role(f"this is a {role} node, and {self.path} wants one with --role {self.role}")
 
-    async def _read(self, arrival: Arrival, limit_bytes: int) -> tuple[Fields, Api, Question]:
-        """The router's envelope, and what the client asks in it."""
-        fields = Fields(await body_of(arrival.http, limit_bytes))
-        endpoint = fields.text("endpoint")
-        if endpoint not in _APIS:
-            raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(_APIS)}")
-        body = fields.get("body")
-        if not isinstance(body, dict):
-            raise errors.invalid("body", "body must be the client's, an object")
-        api = _APIS[endpoint]
-        return fields, api, await self._service.read(api, Fields(body))
-
 
 class Prefill(_Asked):
     """A prompt, computed and written; its ticket."""
@@ -82,18 +67,20 @@ class Prefill(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service = self._service
-        _, api, question = await self._read(arrival, service.config.max_body_bytes + _TICKET_BYTES)
+        envelope = await service.read_envelope(arrival, _TICKET_BYTES)
+        api, question = APIS[envelope.endpoint], envelope.question
         handoff = Sending(
             until_s=time.monotonic() + arrival.left_s,
             timeout_s=service.config.pd_timeout_s,
             request=arrival.request_id,
         )
-        answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
-        with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-            while await answer.next() is not None:
-                pass
-            document = _sent(answer, service.config.node_key)
-            await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
+        with service.place():
+            answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
+            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                while await answer.next() is not None:
+                    pass
+                document = _sent(answer, service.config.node_key)
+                await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
 
 
 class Decode(_Asked):
@@ -108,11 +95,12 @@ class Decode(_Asked):
 
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, config = self._service, self._service.config
-        fields, api, question = await self._read(arrival, config.max_body_bytes + _TICKET_BYTES)
+        envelope = await service.read_envelope(arrival, _TICKET_BYTES)
+        api, question = APIS[envelope.endpoint], envelope.question
         if len(question.prompts) > config.max_running:  # all of them, or none: it would be refused for ever
             message = f"{len(question.prompts)} prompts are more than the {config.max_running} that run here at once"
             raise errors.invalid(api.prompt_param, message)
-        tickets = await asyncio.to_thread(self._tickets, fields.get("ticket"), question)
+        tickets = await asyncio.to_thread(self._tickets, envelope.ticket, question)
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
         handoffs = [Taking(ticket=one, until_s=until_s, recompute=config.pd_recompute) for one in tickets]
@@ -122,9 +110,10 @@ class Decode(_Asked):
             for ticket in tickets:
                 self._take(ticket)
                 taken.append(ticket.nonce)
-            answer = service.submit(arrival, api, question, handoffs=handoffs)
-            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
-                await Reply(service, arrival, api, question.asked, answer).send(send)
+            with service.place():
+                answer = service.submit(arrival, api, question, handoffs=handoffs)
+                with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                    await Reply(service, arrival, api, question.asked, answer).send(send)
         finally:
             if answer is None or answer.first_s is None:
                 for nonce in taken:

@@ -35,10 +35,12 @@ from headwater.disagg.used import Use, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
 from headwater.serve import errors
-from headwater.serve.body import Fields
-from headwater.serve.door import HEALTH, application, body_of, prometheus, request_id, timeout_s
+from headwater.serve.bodies import Bodies
+from headwater.serve.body import Fields, parse
+from headwater.serve.door import HEALTH, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError, HandoffFailed
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.limits import Limits
 from headwater.serve.pool_looks import PoolLooks
 from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, Facts, Vllm, VllmGone, read
 from headwater.storage.base import Store
@@ -109,10 +111,20 @@ class VllmNode:
     """Answers routers for one vLLM server. For one event loop."""
 
     def __init__(
-        self, options: NodeOptions, facts: Facts, vllm: Vllm, pool: Store, *, fleet: FleetGuard, metrics: Metrics
+        self,
+        options: NodeOptions,
+        facts: Facts,
+        vllm: Vllm,
+        pool: Store,
+        *,
+        fleet: FleetGuard,
+        metrics: Metrics,
+        limits: Limits | None = None,
     ) -> None:
-        """Owns neither the server nor the pool."""
+        """Owns neither the server nor the pool. `limits` of the door; None: as the options say."""
         self.options = options
+        self.limits = limits or Limits(request_timeout_s=options.request_timeout_s)
+        self.bodies = Bodies(self.limits)
         self.facts = facts
         self.metrics = metrics
         self.stopping = False
@@ -143,7 +155,14 @@ class VllmNode:
             *(Route(path, _Exchange(self, handle), methods=["POST"]) for path, handle in inner),
         ]
         paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _ in inner)]
-        return application(routes, metrics=self.metrics, paths=paths, key_for=lambda path: None, fleet=self._fleet)
+        return application(
+            routes,
+            limits=self.limits,
+            metrics=self.metrics,
+            paths=paths,
+            key_for=lambda path: None,
+            fleet=self._fleet,
+        )
 
     async def stop(self) -> None:
         """Take nothing new, and wait for the pool no more."""
@@ -274,17 +293,21 @@ class VllmNode:
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def inside(self, http: Request) -> AsyncIterator[float]:
-        """Come in with a request; seconds that it has. Raises ApiError if there is no room, or no vLLM."""
+    def require_room(self) -> None:
+        """Raise ApiError if there is no room, or no vLLM."""
         if self.stopping:
             raise errors.closing()
         if self.lost or len(self._attempts) >= self.options.max_requests:
             raise errors.no_room()
+
+    @asynccontextmanager
+    async def inside(self, http: Request) -> AsyncIterator[float]:
+        """Come in with a request; seconds that it has. Raises ApiError if there is no room, or no vLLM."""
+        self.require_room()
         attempt = http.headers.get(ATTEMPT) or request_id(http.scope)
         if attempt in self._attempts:
             raise ApiError(409, f"the attempt {errors.shown(attempt)} is under way already", code="duplicate_attempt")
-        left_s = timeout_s(http, self.options.request_timeout_s)
+        left_s = until_s(http) - asyncio.get_running_loop().time()
         self._attempts.add(attempt)
         try:
             yield left_s
@@ -322,8 +345,10 @@ class _Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         http, sending = Request(scope, receive), Sending(send)
+        self._node.require_room()
+        async with self._node.bodies.body_of(http, _BODY_BYTES) as data:
+            body = parse(data)
         async with self._node.inside(http) as left_s:
-            body = await body_of(http, _BODY_BYTES)
             work = asyncio.create_task(self._handle(Asked(http, body, sending, left_s)))
             leaving = asyncio.create_task(_until_gone(receive))
             try:

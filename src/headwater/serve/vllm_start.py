@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
+from urllib.parse import urlsplit
 
 from headwater.build import open_pool
 from headwater.config import default_node, is_loopback, require_node_key
@@ -15,8 +16,10 @@ from headwater.disagg.beat import Beat, Load, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.metrics import Metrics
 from headwater.serve.beats import Beats
+from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
-from headwater.serve.sockets import address, hasten, listen, setup
+from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
+from headwater.serve.sockets import address, listen, receive_on, setup
 from headwater.serve.vllm_client import Facts, Vllm, VllmGone
 from headwater.serve.vllm_node import NodeOptions, VllmNode
 from headwater.storage.base import Store
@@ -44,6 +47,8 @@ def run(
     advertise: str | None,
     lease_s: float,
     wait_s: float,
+    max_connections: int = MAX_CONNECTIONS,
+    allowed_hosts: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> None:
     """Answer routers until a signal ends it. Blocks. Waits `wait_s` for vLLM to be there. Raises InvalidConfig."""
@@ -51,9 +56,16 @@ def run(
     require_node_key(options.node_key, host, *routers, *(() if advertise is None else (advertise,)))
     with listen(host, port) as listener, open_pool(pool) as store:
         url = advertise or address(listener)
+        named = (*allowed_hosts, *(() if advertise is None else (urlsplit(advertise).hostname or "",)))
+        limits = Limits(
+            request_timeout_s=options.request_timeout_s,
+            max_connections=fit_connections(max_connections, other_files=options.max_requests),
+            hosts=hosts_for(listener.getsockname()[0], key=None, allowed=named),
+        )
         server = VllmServer(
             options,
             store,
+            limits=limits,
             url=url,
             routers=routers,
             name=name,
@@ -96,9 +108,10 @@ class VllmServer(uvicorn.Server):
         fleet: FleetGuard,
         lease_s: float,
         wait_s: float,
+        limits: Limits | None = None,
         announce: Callable[[Facts], None] | None = None,
     ) -> None:
-        """`announce` is called when it answers."""
+        """`limits` of the door; None: as the options say. `announce` is called when it answers."""
         self.failure: InvalidConfig | None = None
         self._options = options
         self._pool = pool
@@ -114,11 +127,13 @@ class VllmServer(uvicorn.Server):
         self._beats: Beats | None = None
         self._watching: asyncio.Task[None] | None = None
         self._app = _Later()
-        super().__init__(setup(self._app))
+        self._metrics = Metrics()
+        self._limits = limits or Limits(request_timeout_s=options.request_timeout_s)
+        self._connections = Connections(self._limits, self._metrics)
+        super().__init__(setup(self._app, self._connections))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Find vLLM, join routers, begin to answer."""
-        hasten(sockets)
         try:
             await self._begin()
         except (InvalidConfig, VllmGone) as error:
@@ -128,6 +143,7 @@ class VllmServer(uvicorn.Server):
                 await self._vllm.aclose()
             return
         await super().startup(sockets)
+        receive_on(sockets, self._connections)
         if self._announce is not None and self._node is not None:
             self._announce(self._node.facts)
 
@@ -141,7 +157,9 @@ class VllmServer(uvicorn.Server):
                 )
             await asyncio.sleep(_LOOK_S)
         facts = await vllm.facts(_FIRST_S)
-        self._node = node = VllmNode(self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=Metrics())
+        self._node = node = VllmNode(
+            self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
+        )
         self._app.inner = node.app()
         if self._routers:
             self._beats = Beats(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)

@@ -1,0 +1,129 @@
+"""Bodies on their way in: each at a pace, within a limit of its own; all of them within one budget of bytes.
+
+The first SMALL_BYTES of a body are everybody's: there are no more of them than connections. What is beyond counts, from
+its arrival until whoever reads the body lets go of it. When there is too much, the largest body that is still coming is
+given up (503), and if there is none, the one that wants more. So small requests are never in the way of large ones, and
+half a body never in that of a whole one.
+
+Invariant: a body keeps its pace, or is given up (408); it is whole by its request's deadline, or given up (504).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headwater.core.errors import NotInstalled
+from headwater.serve import errors
+from headwater.serve.body import parse
+from headwater.serve.door import until_s, visit_of
+from headwater.serve.errors import ApiError
+from headwater.serve.limits import SMALL_BYTES, Limits, Pace
+
+try:
+    from starlette.requests import Request
+except ModuleNotFoundError as error:
+    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
+
+
+class _Coming:
+    """A body that is on its way, or held."""
+
+    def __init__(self, alarm: asyncio.Timeout) -> None:
+        self.data = bytearray()
+        self.alarm = alarm  # ends the waiting for more
+        self.given_up = False
+
+    @property
+    def num_counted(self) -> int:
+        """Bytes that count."""
+        return max(0, len(self.data) - SMALL_BYTES)
+
+
+class Bodies:
+    """The bodies that a server holds. For one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._coming: set[_Coming] = set()
+        self._num_bytes = 0  # that count, of bodies that are coming or held
+
+    @property
+    def num_bytes(self) -> int:
+        """That count."""
+        return self._num_bytes
+
+    @asynccontextmanager
+    async def body_of(self, http: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+        """A request's body, JSON as it says, held until the end of the block. Raises ApiError; waits for the client."""
+        # Pages of other sites may post plain text to a server on this machine without asking; JSON they may not.
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "send JSON, with 'Content-Type: application/json'", code="unsupported_media_type")
+        length = http.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limit_bytes:
+            raise errors.too_large(limit_bytes)
+        num_counted = 0
+        try:
+            held = [await self._read(http, limit_bytes)]
+            num_counted = max(0, len(held[0]) - SMALL_BYTES)
+            yield held.pop()  # it is the reader's alone
+        finally:
+            self._num_bytes -= num_counted
+
+    async def object_of(self, http: Request, limit_bytes: int) -> dict[str, object]:
+        """The object in a small body. Raises ApiError; waits for the client."""
+        async with self.body_of(http, min(limit_bytes, SMALL_BYTES)) as data:
+            return parse(data)
+
+    async def _read(self, http: Request, limit_bytes: int) -> bytes:
+        """All of it; what counts of it is counted then."""
+        visit, most_s, loop = visit_of(http.scope), until_s(http), asyncio.get_running_loop()
+        pace = Pace(self._limits, visit.began_s)
+        coming: _Coming | None = None
+        try:
+            async with asyncio.timeout_at(min(most_s, pace.until_s)) as alarm:
+                coming = _Coming(alarm)
+                self._coming.add(coming)
+                async for chunk in http.stream():
+                    if len(coming.data) + len(chunk) > limit_bytes:
+                        raise errors.too_large(limit_bytes)
+                    self._add(coming, chunk)
+                    pace.moved(loop.time(), len(coming.data))
+                    alarm.reschedule(min(most_s, pace.until_s))
+                return self._whole(coming)
+        except TimeoutError as error:
+            if coming is not None and coming.given_up:
+                raise errors.bodies_full() from error
+            if loop.time() >= most_s:
+                raise errors.too_late(most_s - visit.began_s) from error
+            raise errors.slow_body() from error
+        finally:
+            if coming is not None:
+                self._forget(coming)
+
+    def _add(self, coming: _Coming, chunk: bytes) -> None:
+        if coming.given_up:  # and the alarm was not heard yet
+            raise errors.bodies_full()
+        before = coming.num_counted
+        coming.data += chunk
+        self._num_bytes += coming.num_counted - before
+        while self._num_bytes > self._limits.bodies_bytes:
+            largest = max(self._coming, key=lambda one: one.num_counted)
+            if largest is coming:
+                raise errors.bodies_full()
+            self._forget(largest)
+            largest.given_up = True
+            largest.alarm.reschedule(asyncio.get_running_loop().time())
+
+    def _whole(self, coming: _Coming) -> bytes:
+        """It is here, and counts until its reader lets go."""
+        if coming.given_up:
+            raise errors.bodies_full()
+        self._coming.discard(coming)
+        return bytes(coming.data)
+
+    def _forget(self, coming: _Coming) -> None:
+        """It does not come any more. Idempotent."""
+        if coming in self._coming:
+            self._coming.discard(coming)
+            self._num_bytes -= coming.num_counted
+            coming.data = bytearray()
