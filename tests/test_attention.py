@@ -24,8 +24,6 @@ from headwater.engine.step import FEW_TOKENS, Limits, Step, plan
 from headwater.layout.spec import DType
 from headwater.transfer.arena import DeviceCache, create_kv_cache
 
-torch.set_num_threads(1)
-
 Floats = npt.NDArray[np.float64]
 CPU = torch.device("cpu")
 BLOCK = 4

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from headwater.bench import copy, copy_course, copy_gemm
@@ -23,7 +22,6 @@ from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.torch_wire import TorchWire
 from headwater.transfer.wire import Digests, Direction
 
-torch.set_num_threads(1)  # more would wait for each other, in thousands of tiny copies
 ROW = {"layout", "blocks", "bytes", "correct", "d2h_ratio", "h2d_ratio", "both_ratio", "gemm_slowdown", "submit_ms"}
 ROW |= {"d2h_ratio_plain", "h2d_ratio_plain", "d2h_ratio_scattered", "h2d_ratio_scattered", "d2h_ratio_batch"}
 TINY = ["--device", "cpu", "--rounds", "1", "--layouts", "gqa-16", "--blocks"]

@@ -139,16 +139,16 @@ def test_reading_ends_at_the_deadline_and_the_next_is_read(directory: Path, mode
         found = served.post(COMPLETIONS, giant, headers={"x-headwater-timeout-s": "0.5"})
         assert (found.status_code, found.json()["error"]["code"]) == (504, "timeout")
         assert time.monotonic() - begin_s < SOON_S
-        padded = {"prompt": "short", "max_tokens": 1, "temperature": 0, "x": " " * 2_000_000}
+        padded = {"prompt": "short", "max_tokens": 1, "temperature": 0, "user": " " * 2_000_000}
         assert served.post(COMPLETIONS, padded).status_code == 200
 
 
 def test_a_large_body_is_read_as_a_small_one_is(served: Served) -> None:
     small = served.complete("once upon a time", max_tokens=4, logprobs=1)
-    large = served.complete("once upon a time", max_tokens=4, logprobs=1, x=[{}] * 100_000)
+    large = served.complete("once upon a time", max_tokens=4, logprobs=1, metadata={"list": [{}] * 100_000})
     assert large["choices"][0]["text"] == small["choices"][0]["text"]
     assert large["usage"]["prompt_tokens"] == small["usage"]["prompt_tokens"]
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "x": " " * 100_000}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "user": " " * 100_000}
     assert served.post("/v1/chat/completions", chat).status_code == 200
     for body, status, param in (
         ({"prompt": 5}, 400, "prompt"),
@@ -156,7 +156,7 @@ def test_a_large_body_is_read_as_a_small_one_is(served: Served) -> None:
         ({"prompt": [1] * 50_000}, 400, "prompt"),
         ({"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
     ):
-        found = served.post(COMPLETIONS, {**body, "x": " " * 100_000})
+        found = served.post(COMPLETIONS, {**body, "user": " " * 100_000})
         assert (found.status_code, found.json()["error"]["param"]) == (status, param), found.text
     broken = served.post(COMPLETIONS, content=b"{" * 100_000, headers={"content-type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
@@ -172,7 +172,7 @@ def readers_of(pid: int) -> list[int]:
 
 def test_a_reader_that_dies_is_replaced(directory: Path, model: Model) -> None:
     with serving(directory, model, max_prompt_chars=100_000_000) as served:
-        padded = {"prompt": "short", "max_tokens": 1, "x": " " * 2_000_000}
+        padded = {"prompt": "short", "max_tokens": 1, "user": " " * 2_000_000}
         assert served.post(COMPLETIONS, padded).status_code == 200
         giant = {"prompt": "a" * 7_000_000, "max_tokens": 1}
         answers: list[Any] = []
@@ -480,7 +480,7 @@ def test_large_bodies_share_a_budget(directory: Path, model: Model) -> None:
                 if heard := peek(connection):
                     error_in(heard, 503, "too_many_bytes")
             served.complete("small ones are in nobody's way", max_tokens=1)
-            assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "x": " " * 200_000}).status_code == 200
+            assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": " " * 200_000}).status_code == 200
         served.until(lambda: bodies.num_bytes == 0)
 
 

@@ -16,8 +16,6 @@ from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.engine.loader import identify, load_model
 from headwater.engine.make_model import make_model
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

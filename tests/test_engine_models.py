@@ -22,7 +22,6 @@ from headwater.engine.models.settings import Settings
 from headwater.engine.step import Group
 from headwater.transfer.arena import DeviceCache, create_kv_cache
 
-torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()  # it starts a thread
 
 PROMPT, LENGTH = 70, 90  # the rest is decoded token by token; DSA chooses 48 positions

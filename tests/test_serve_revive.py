@@ -87,11 +87,14 @@ def test_a_brain_that_failed_comes_back(here: Served) -> None:
     assert missed["choices"] == first["choices"]
     assert missed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     health = here.get("/health")
-    assert (health.status_code, health.json()) == (200, {"status": "ok", "requests": 0, "cache": "only misses"})
+    assert (health.status_code, health.json()) == (
+        200,
+        {"status": "ok", "requests": 0, "free": 272, "cache": "only misses"},
+    )
     shown = command(here, "--json")
     assert shown.exit_code == 0, shown.stderr
     assert json.loads(shown.stdout)["revived"] == ["brain"]
-    assert here.get("/health").json() == {"status": "ok", "requests": 0}
+    assert here.get("/health").json() == {"status": "ok", "requests": 0, "free": 272}
     again = ask(here)
     assert again["choices"] == first["choices"]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "from the disk tier"

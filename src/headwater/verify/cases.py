@@ -387,13 +387,14 @@ def run(
 def _suite(family: str, directory: Path, kv: str, places: dict[str, Path], device: str, *, inject: bool) -> _Suite:
     model = load_model(directory, device=device, dtype="float32", kv=kv, block_tokens=BLOCK_TOKENS)
     options = [family, str(directory), kv, str(places["host"]), str(places["disk"]), device]
-    options.append("inject" if inject else "")
+    options += ["inject" if inject else "", str(torch.get_num_threads())]
     return _Suite(family, model, places, child=[sys.executable, "-m", "headwater.verify", *options], inject=inject)
 
 
 def main() -> None:
     """The other process of the restart case: prints one JSON document."""
-    family, directory, kv, host, disk, device, inject = sys.argv[1:8]
+    family, directory, kv, host, disk, device, inject, num_threads = sys.argv[1:9]
+    torch.set_num_threads(int(num_threads))  # as the first one: their number is in the bits
     places = {"host": Path(host), "disk": Path(disk)}
     suite = _suite(family, Path(directory), kv, places, device, inject=bool(inject))
     sys.stdout.write(json.dumps(suite.child()) + "\n")
