@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from headwater.cli import app
@@ -31,3 +32,12 @@ def test_damage_behind_the_checks_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("host hit", "disk hit", "after eviction", "load fails half-way"):
         assert not cases[name]["equal"]
         assert cases[name]["problem"] in ("other tokens", "other logits", "other KV bytes")
+
+
+@pytest.mark.fault("E")
+def test_both_processes_of_a_restart_compute_with_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "FAMILIES", {"gqa": ("llama", "auto")})
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what a new process would take; this one has one
+    assert torch.get_num_threads() == 1
+    cases = {case.case: case for case in proof.run()}
+    assert cases["after a restart"].problem == ""
