@@ -163,6 +163,7 @@ def test_power_safe_puts_are_synced(place: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "fdatasync", count)
     with open_local(config(place, durability="power")) as store:
+        synced.clear()
         put(store, sample_chain(1, 3))
         assert len(synced) == 2  # the pages, before they are published; what publishes them, before they are STORED
 

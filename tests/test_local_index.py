@@ -15,7 +15,7 @@ from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
 from headwater.storage.local.locks import SlabLocks
-from headwater.storage.local.mirror import Mirror, Page, Place
+from headwater.storage.local.mirror import Draft, Mirror, Page, Place
 from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
@@ -146,7 +146,9 @@ def test_a_name_that_an_index_has_twice_is_a_page_once() -> None:
         Page(names[child], names[parent], Place(number, 1, 4096 * number, 4096), 4096, 0.0, 0, 1)
         for number, (child, parent) in enumerate([(1, 0), (2, 1), (1, 2)])
     ]
-    mirror.reload(rows, (), {0: 4096})
+    draft = Draft(0, {0: 4096})
+    draft.add(rows, (), 4096)
+    mirror.take(draft)
     mirror.order.validate()
     given = []
     for name in mirror.order.leaves_first([names[2]]):

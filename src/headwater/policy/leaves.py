@@ -31,13 +31,21 @@ class LeafOrder(Generic[K]):
     def of(cls, blocks: Iterable[tuple[K, K, float, int]]) -> "LeafOrder[K]":
         """All blocks at once, as (key, parent, priority, group), each key once: much faster than one by one."""
         order = cls()
-        nodes, adopt = order._nodes, order._adopt
+        order.extend(blocks)
+        order.settle()
+        return order
+
+    def extend(self, blocks: Iterable[tuple[K, K, float, int]]) -> None:
+        """More blocks, none of them known; `settle` before anything is asked."""
+        nodes, adopt = self._nodes, self._adopt
         for key, parent, priority, group in blocks:
             nodes[key] = (parent, priority, group)
             adopt(parent, key)
-        for group in {node[2] for node in nodes.values()}:
-            order._rebuild(group)
-        return order
+
+    def settle(self) -> None:
+        """Order what `extend` brought."""
+        for group in {node[2] for node in self._nodes.values()}:
+            self._rebuild(group)
 
     def __len__(self) -> int:
         """Blocks known."""

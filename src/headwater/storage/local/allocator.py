@@ -25,16 +25,21 @@ STEP_PAGES: Final = 256  # removed under one lock
 
 
 @dataclass
-class _Search:
-    """One call's state: what it wants, what it found, what it has emptied for it."""
+class Search:
+    """One call's state: what it wants (pages and their frames' bytes), what it found, what it has emptied for it."""
 
     pages: Sequence[tuple[PageMeta, int]]
-    results: list[Slot | PutStatus]
-    spare: frozenset[PageName]
+    results: list[Slot | PutStatus] = field(init=False)
+    spare: frozenset[PageName] = field(init=False)  # what it wants, and what that builds on, is no victim
     extent: int | None = None  # to be cut anew, for
     slot_bytes: int = 0  # slots of this size
     doomed: Iterator[PageName] = field(default_factory=lambda: iter(()))  # its pages, and what builds on them
     emptied: list[Slot] = field(default_factory=list)  # its slots, ours
+
+    def __post_init__(self) -> None:
+        """Nothing is found yet."""
+        self.results = [PutStatus.NO_ROOM] * len(self.pages)
+        self.spare = frozenset(name for meta, _ in self.pages for name in (meta.name, meta.parent_name))
 
     def wanted(self) -> dict[int, list[int]]:
         """Indices of pages without a slot, by slot size."""
@@ -43,6 +48,11 @@ class _Search:
             if result is PutStatus.NO_ROOM:
                 groups.setdefault(sectors(frame_bytes), []).append(i)
         return groups
+
+    def held(self) -> Iterator[Slot]:
+        """Slots that are reserved for it now."""
+        yield from (one for one in self.results if isinstance(one, Slot))
+        yield from self.emptied
 
 
 class Allocator:
@@ -53,19 +63,17 @@ class Allocator:
         self._clock = clock
         self._evicted = 0  # since page sizes were last weighed against each other
 
-    def take(self, at: Attachment, pages: Sequence[tuple[PageMeta, int]], deadline: Deadline) -> list[Slot | PutStatus]:
-        """Reserve a slot for each (page, frame bytes), in order, or say why there is none."""
-        names = frozenset(name for meta, _ in pages for name in (meta.name, meta.parent_name))
-        search = _Search(pages, [PutStatus.NO_ROOM] * len(pages), names)
+    def take(self, at: Attachment, search: Search, deadline: Deadline) -> None:
+        """Reserve a slot for each page of a search, in order, or say why there is none. `at.taking` it meanwhile."""
         try:
             at.transact(lambda: self._first(at, search), deadline)
         except IndexLocked:
-            return [PutStatus.LATE] * len(pages)
+            search.results[:] = [PutStatus.LATE] * len(search.pages)
+            return
         if search.extent is not None:
             self._change_hands(at, search, deadline)
-        return search.results
 
-    def _first(self, at: Attachment, search: _Search) -> None:
+    def _first(self, at: Attachment, search: Search) -> None:
         catalog = at.catalog
         catalog.write_touches()
         over = catalog.expired(int(catalog.now_s() * 1000))
@@ -89,7 +97,7 @@ class Allocator:
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=False)
 
-    def _change_hands(self, at: Attachment, search: _Search, deadline: Deadline) -> None:
+    def _change_hands(self, at: Attachment, search: Search, deadline: Deadline) -> None:
         """Empty the extent that was chosen, cut it anew, and go on with what is still wanted; or give it up."""
         try:
             while at.transact(lambda: self._empty_more(at, search), deadline):
@@ -98,9 +106,11 @@ class Allocator:
                 at.wipe(slot)
             at.transact(lambda: self._second(at, search), deadline)
         except IndexLocked:
-            at.give_back(search.emptied, deadline)
+            emptied, search.emptied = search.emptied, []
+            at.give_back(emptied, deadline)
+            search.results[:] = [PutStatus.LATE if one is PutStatus.NO_ROOM else one for one in search.results]
 
-    def _empty_more(self, at: Attachment, search: _Search) -> bool:
+    def _empty_more(self, at: Attachment, search: Search) -> bool:
         """Unpublish some of what has to go. Whether there may be more."""
         batch = list(islice(search.doomed, STEP_PAGES))
         if any(name in search.spare for name in batch):
@@ -110,7 +120,7 @@ class Allocator:
         search.emptied += at.catalog.take_pages(batch, at.owner)
         return bool(batch)
 
-    def _second(self, at: Attachment, search: _Search) -> None:
+    def _second(self, at: Attachment, search: Search) -> None:
         """Cut the emptied extent, give the other emptied slots back, and go on with what is still wanted."""
         catalog, extent = at.catalog, search.extent
         if extent is not None and catalog.is_ours(extent, at.owner):
@@ -118,10 +128,11 @@ class Allocator:
             search.emptied = [slot for slot in search.emptied if slot not in frozenset(inside)]
             catalog.cut(extent, search.slot_bytes)
         catalog.give_back(search.emptied, at.owner)
+        search.emptied = []
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=True)
 
-    def _fill(self, at: Attachment, search: _Search, slot_bytes: int, indices: list[int], *, last: bool) -> None:
+    def _fill(self, at: Attachment, search: Search, slot_bytes: int, indices: list[int], *, last: bool) -> None:
         catalog, owner, wanted = at.catalog, at.owner, len(indices)
         slots = catalog.take_free(slot_bytes, owner, wanted)
         while len(slots) < wanted and self._cut_extent(at, slot_bytes):
@@ -148,7 +159,7 @@ class Allocator:
         at.catalog.cut(unused, slot_bytes)
         return True
 
-    def _choose_extent(self, at: Attachment, search: _Search, slot_bytes: int) -> bool:
+    def _choose_extent(self, at: Attachment, search: Search, slot_bytes: int) -> bool:
         """Choose an extent of another page size: when ours has no page, or when theirs is colder than our next victim.
 
         The comparison reads every priority, so it is made once per extent's worth of evictions.

@@ -30,7 +30,7 @@ from headwater.storage.local import directory
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.directory import Gate
-from headwater.storage.local.slab import Progress, Slab
+from headwater.storage.local.slab import Progress, Remains, Slab
 from headwater.storage.local.table import LeftBehind, Table
 
 
@@ -41,16 +41,18 @@ def attach(
     clock: Clock,
     deadline: Deadline,
     progress: Progress | None = None,
-    known: Slab | None = None,
+    known: Remains | None = None,
 ) -> Attachment:
     """Open the directory, blocking until `deadline` at most for others (making and repairing take what they take).
 
-    `known`: the slab that this store had open before. Raises a StoreError that says what is wrong and what to do.
+    `known`: what this store had open before. Raises a StoreError that says what is wrong and what to do.
     """
     path = config.directory
-    if config.limit_bytes is None and not path.is_symlink() and not path.exists():
-        raise StoreUnavailable(f"{path} holds no store yet: give limit_bytes to make one")
+    if "\0" in str(path):
+        raise StoreUnavailable(f"{str(path)!r} is no name of a directory")
     try:
+        if config.limit_bytes is None and not path.is_symlink() and not path.exists():
+            raise StoreUnavailable(f"{path} holds no store yet: give limit_bytes to make one")
         with contextlib.ExitStack() as undo, Gate(path, deadline, create=config.limit_bytes is not None) as gate:
             slab, alone = _open_slab(config, gate, known=known, progress=progress)
             undo.callback(slab.close)
@@ -63,8 +65,11 @@ def attach(
             else:
                 slab.map()
             attachment = Attachment(slab, catalog)
+            attachment.refresh(deadline)  # before the lock is ours: it may take long, and others want it
             attachment.enrol(_left_by(config), deadline)
             slab.locks.settle()
+            if not slab.mapped:
+                slab.sync()  # that it is in use: what is not synced after this is not believed after a power cut
             undo.pop_all()
     except OSError as error:
         raise StoreUnavailable(f"cannot use {path} as a store: {error.strerror or error}") from error
@@ -95,7 +100,7 @@ def destroy(path: Path, *, deadline: Deadline) -> None:
 
 
 def _open_slab(
-    config: LocalStoreConfig, gate: Gate, *, known: Slab | None, progress: Progress | None
+    config: LocalStoreConfig, gate: Gate, *, known: Remains | None, progress: Progress | None
 ) -> tuple[Slab, bool]:
     """The slab, and whether nobody else is inside."""
     mapped = directory.is_memory(gate.path)
@@ -124,7 +129,7 @@ def _repair(
     slab.map()
     table = catalog.table
     left = table.left()
-    down = left.weak and not left.clean and left.boot_id not in ("", directory.boot_id())
+    down = not slab.is_new and left.weak and not left.clean and left.boot_id != directory.boot_id()
     if cut or down:
         slab.begin_epoch()
     table.set_busy(0)

@@ -11,8 +11,8 @@ their changes, until their deadlines, and never a look.
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Protocol, TypeVar
 
 from headwater.core.errors import StoreError
 from headwater.core.page import PageName
@@ -24,9 +24,67 @@ from headwater.storage.local.table import LeftBehind
 
 T = TypeVar("T")
 
+_GLANCE_S: Final = 0.005
+_CLOSE_S: Final = 1.0  # that closing waits for who changes something
+_LEAVE_S: Final = 0.1  # the same, where a call happens to be the last to leave: its deadline may be over
+
+
+class Taker(Protocol):
+    """A call that takes slots, and what it holds of them now."""
+
+    def held(self) -> Iterable[Slot]:
+        """Slots that are reserved for it."""
+        ...
+
+
+class Held:
+    """Slots in a call's hands."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+
+    def add(self, slot: Slot) -> Slot:
+        """One more."""
+        self._slots.append(slot)
+        return slot
+
+    def held(self) -> Iterable[Slot]:
+        """All of them."""
+        return self._slots
+
 
 class IndexLocked(Exception):
     """The lock was not to be had by the deadline. Internal: becomes a LATE result."""
+
+
+class Turn:
+    """One thread at a time. An interrupt, which may come between any two steps, never leaves it locked."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # to release it is one call, and an error if we have it not: no need to know
+        self._is_taken = False
+
+    def alone(self, work: Callable[[], T], patience_s: float) -> T:
+        """Do `work` alone. Raises IndexLocked if that was not to be had in time.
+
+        So it does in the handler of a signal that came in the middle of such work of the same thread.
+        """
+        try:
+            if not self._lock.acquire(timeout=patience_s) or self._is_taken:
+                raise IndexLocked
+            return self._do(work)
+        finally:
+            try:  # noqa: SIM105  suppress() would be one more step before the release, and an interrupt in it
+                self._lock.release()
+            except RuntimeError:
+                pass
+
+    def _do(self, work: Callable[[], T]) -> T:
+        try:
+            self._is_taken = True
+            return work()
+        finally:
+            self._is_taken = False
 
 
 class Attachment:
@@ -37,13 +95,15 @@ class Attachment:
         self.slab = slab
         self.catalog = catalog
         self.owner = 0
-        self._changing = threading.Lock()
-        self._looking = threading.Lock()  # around the mirror
+        self._changing = Turn()
+        self._in_doubt = False  # an interrupt may have cost a call slots that it never heard of
+        self._takers: dict[int, Taker] = {}
+        self._looking = Turn()  # around the mirror
         self._debts: list[Slot] = []
         self._gate = threading.Lock()  # around what follows
         self._lent: dict[Slot, PageName] = {}
         self._lent_names: dict[PageName, int] = {}  # how many reservations are out for a page
-        self._users = 0
+        self._users: set[object] = set()
         self._retired = False
         self._damaged = False
 
@@ -62,32 +122,38 @@ class Attachment:
 
     # --- who is inside ------------------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
-        """Count a call in."""
+    def enter(self, user: object) -> bool:
+        """Count a call in. False: it is closed."""
         with self._gate:
-            self._users += 1
+            if self._is_over():
+                return False
+            self._users.add(user)
+            return True
 
-    def leave(self, count: int = 1) -> None:
-        """Count users out; the last one of a retired attachment closes it."""
+    def leave(self, user: object) -> None:
+        """Count a call out; the last one of a retired attachment closes it. Idempotent."""
         with self._gate:
-            self._users -= count
-            last = self._retired and self._users == 0
+            was_inside = user in self._users
+            self._users.discard(user)
+            last = was_inside and self._is_over()
         if last:
-            self._close()
+            self._close(_LEAVE_S)
+
+    def _is_over(self) -> bool:
+        return self._retired and not self._users and not self._lent
 
     def lend(self, slot: Slot, name: PageName) -> None:
         """Count a reservation out."""
         with self._gate:
             self._lent[slot] = name
             self._lent_names[name] = self._lent_names.get(name, 0) + 1
-            self._users += 1
 
     def is_coming(self, name: PageName) -> bool:
         """Whether a page is being written here, in place: what builds on it may be reserved, and published after it."""
         return name in self._lent_names
 
     def take_back(self, slot: Slot) -> bool:
-        """Whether the reservation was still out; it is not any more. The caller owes a `leave`."""
+        """Whether the reservation was still out; it is not any more. The caller is inside."""
         with self._gate:
             name = self._lent.pop(slot, None)
             if name is None:
@@ -104,17 +170,17 @@ class Attachment:
                 return
             self._retired = True
             self._damaged = damaged
-            last = self._users == 0
+            last = self._is_over()
         if last:
-            self._close()
+            self._close(_CLOSE_S)
 
-    def _close(self) -> None:
+    def _close(self, patience_s: float) -> None:
         with contextlib.closing(self.slab):
             if self._damaged or not self.owner:
                 return
-            with contextlib.suppress(StoreError, IndexLocked):
+            with contextlib.suppress(StoreError, IndexLocked):  # others see that we are gone
                 self.slab.require_whole()
-                self.transact(self._sign_out, Deadline.after(1.0))
+                self.transact(self._sign_out, Deadline.after(patience_s))
 
     def _sign_out(self) -> None:
         catalog, table = self.catalog, self.catalog.table
@@ -130,78 +196,87 @@ class Attachment:
 
         Raises StoreDamaged before anything is changed if the path leads to another file by now.
         """
-        if deadline.expired or not self._changing.acquire(timeout=deadline.remaining_s):
+        if deadline.expired:
             raise IndexLocked
+        return self._changing.alone(lambda: self._transact(work, deadline), deadline.remaining_s)
+
+    def _transact(self, work: Callable[[], T], deadline: Deadline) -> T:
+        end_writing = self.slab.locks.end_writing
         try:
             if not self.slab.locks.begin_writing(deadline):
                 raise IndexLocked
-            try:
-                self.slab.require_in_place()
-                with self._looking:
-                    return self._change(work)
-            finally:
-                self.slab.locks.end_writing()
+            self.slab.require_in_place()
+            return self._looking.alone(lambda: self._change(work, deadline), deadline.remaining_s)
         finally:
-            self._changing.release()
+            end_writing()
 
-    def _change(self, work: Callable[[], T]) -> T:
+    def _change(self, work: Callable[[], T], deadline: Deadline) -> T:
         catalog = self.catalog
+        if not catalog.begin(self.owner or 1, deadline):
+            raise IndexLocked
         try:
-            catalog.begin(self.owner or 1)
             debts = list(self._debts)
             catalog.give_back(debts, self.owner)
+            if self._in_doubt:
+                self._find_lost()
             result = work()
             catalog.commit()
         except BaseException:
-            catalog.abort()
+            self._in_doubt = True
+            with contextlib.suppress(StoreError):
+                catalog.abort()
             raise
         del self._debts[: len(debts)]
         return result
 
+    def _find_lost(self) -> None:
+        """Free what is reserved for us, and no call of ours knows of."""
+        with self._gate:
+            out = set(self._lent)
+        out.update(slot for taker in list(self._takers.values()) for slot in taker.held())
+        self.catalog.free_reserved(self.owner, {slot.number for slot in out})
+        self._in_doubt = False
+
+    @contextlib.contextmanager
+    def taking(self, taker: Taker) -> Iterator[None]:
+        """While a call takes slots, and until they are published or given back."""
+        try:
+            self._takers[id(taker)] = taker
+            yield
+        except BaseException:
+            self._in_doubt = True
+            raise
+        finally:
+            self._takers.pop(id(taker), None)
+
     def refresh(self, deadline: Deadline) -> bool:
-        """Bring the mirror up to date. False if that was not possible. Waits for no other process."""
-        catalog = self.catalog
-        if catalog.table.newest() == catalog.mirror.seen:
+        """Bring the mirror up to date. False if that was not possible in time. Waits for no other process."""
+        if self.catalog.is_current():
             return True
-        if deadline.expired or not self._looking.acquire(timeout=deadline.remaining_s):
+        if deadline.expired:
             return False
         try:
-            catalog.catch_up()
-        finally:
-            self._looking.release()
-        return True
+            return self._looking.alone(lambda: self.catalog.catch_up(deadline), deadline.remaining_s)
+        except IndexLocked:
+            return False
 
     def refresh_now(self, most: int) -> bool:
         """Bring the mirror up to date if that takes no time: at most so many changes, and nobody at work on it."""
         catalog = self.catalog
-        newest = catalog.table.newest()
-        if newest == catalog.mirror.seen:
+        if catalog.is_current():
             return True
-        if newest is None or not 0 <= newest - catalog.mirror.seen <= most or not self._looking.acquire(blocking=False):
+        newest = catalog.table.newest()
+        if newest is None or not 0 <= newest - catalog.mirror.seen <= most:
             return False
         try:
-            catalog.catch_up()
-        finally:
-            self._looking.release()
-        return True
-
-    def look(self, question: Callable[[], T], deadline: Deadline) -> T:
-        """Ask something of a mirror that stands still and is up to date. Raises IndexLocked at the deadline."""
-        if deadline.expired or not self._looking.acquire(timeout=deadline.remaining_s):
-            raise IndexLocked
-        try:
-            self.catalog.catch_up()
-            return question()
-        finally:
-            self._looking.release()
+            return self._looking.alone(lambda: catalog.catch_up(Deadline.after(_GLANCE_S)), 0.0)
+        except IndexLocked:
+            return False
 
     def write_touches(self) -> None:
         """Write what was used, if nobody is at work on the mirror just now."""
-        if self._looking.acquire(blocking=False):
-            try:
-                self.catalog.write_touches()
-            finally:
-                self._looking.release()
+        with contextlib.suppress(IndexLocked):
+            self._looking.alone(self.catalog.write_touches, 0.0)
 
     def give_back(self, slots: Sequence[Slot], deadline: Deadline) -> None:
         """Free reserved slots, wiped, now or with the next change."""

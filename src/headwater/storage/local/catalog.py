@@ -9,21 +9,26 @@ Not here: the bytes of records (`table.py`) and pages (`slab.py`), locks, what t
 from several threads: `attachment.py` holds a lock around it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
 from headwater.layout.frame import Header
 from headwater.policy import BlockFacts, History, Policy
-from headwater.storage.base import Clock, PutStatus
+from headwater.storage.base import Clock, Deadline, PutStatus
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.locks import MAX_OWNERS
-from headwater.storage.local.mirror import Mirror, Page, PageRow, Place, Slot
-from headwater.storage.local.table import Record, RecordState, Survey, Table, Use
+from headwater.storage.local.mirror import Draft, Mirror, Page, PageRow, Place, Slot
+from headwater.storage.local.table import NO_PAGE, Record, RecordState, Survey, Table, Use
 
 _STEP_BACK_S: Final = 1.0  # of the clock, that is no jitter
+_STEP_PAGES: Final = 256  # whose use is put right at once, after that
+_FEW_CHANGES: Final = 1024  # that are followed one by one; more, if the index is large
+_LOOK_CHANGES: Final = 64  # between two looks at the clock
 
 
 class Catalog:
@@ -42,21 +47,45 @@ class Catalog:
         self._touched: dict[int, tuple[int, int, float]] = {}
         self._changed: dict[int, None] = {}
         self._changed_extents: dict[int, None] = {}
+        self._draft: Draft | None = None  # of a mirror that could not be finished in time
+        self._recovery: Draft | None = None  # the same, begun after somebody died
+        self._ahead: Iterator[PageName] = iter(())  # pages whose use may lie ahead, since the clock stepped back
 
     # --- changes, ours and others' ------------------------------------------------------------------------------------
 
-    def begin(self, owner: int) -> None:
-        """Change something: the index's lock is held."""
+    def begin(self, owner: int, deadline: Deadline) -> bool:
+        """Change something: the index's lock is held. False at the deadline; then nothing is changed."""
         table = self.table
-        died = table.busy
+        newest = table.newest()
+        if table.busy or newest is None:  # somebody died while he changed something, or who counts was damaged
+            if not self._recover(newest, deadline):
+                return False
+        elif not self.catch_up(deadline):
+            return False
         table.set_busy(owner)
         self.now_s()
-        if died:
-            self.mend()
-            self.mirror.seen = (table.newest() or 0) + self.geometry.num_changes + 1
-            table.set_newest(self.mirror.seen)  # so everybody reads everything
-        else:
-            self.catch_up()
+        return True
+
+    def _recover(self, newest: int | None, deadline: Deadline) -> bool:
+        """Read everything, and have everybody read everything. False at the deadline; the next one goes on."""
+        draft = self._recovery
+        if draft is None or draft.newest != newest:
+            draft = self._recovery = Draft(newest, self.table.classes())
+        if not self._fill(draft, deadline):
+            return False
+        self._adopt_draft(draft)
+        misfits = self._misfits(draft.rows)
+        for _, _, place, slot_bytes, *_ in misfits:
+            self._free(place.number, place.generation + 1, slot_bytes)
+        if misfits:  # the mirror may have had one of two, and not the one that stayed
+            self._adopt_draft(self._survey_all())
+        jump = self.geometry.num_changes + 1
+        if newest is None:  # beyond whatever anybody has seen
+            newest, jump = max(0, self.mirror.seen), jump + secrets.randbelow(1 << 48)
+        self.mirror.seen = newest + jump
+        self.table.set_newest(self.mirror.seen)
+        self._changed, self._changed_extents = {}, {}
+        return True
 
     def commit(self) -> None:
         """Tell the others."""
@@ -68,36 +97,74 @@ class Catalog:
         self.table.set_busy(0)
 
     def abort(self) -> None:
-        """Something broke off in the middle. What was changed stays changed; the next one to begin tells the others."""
-        self._changed, self._changed_extents = {}, {}
-        self.mirror.seen = -1
+        """Something broke off in the middle. What was changed stays changed, and the others are told of it.
 
-    def catch_up(self) -> None:
-        """Bring the mirror up to date. Takes no lock between processes."""
-        newest = self.table.newest()
-        if newest is None or newest == self.mirror.seen:  # None: it is just being written, or damaged
-            if self.mirror.seen >= 0:
-                return
-            newest = newest or 0
-        behind = newest - self.mirror.seen
-        if self.mirror.seen < 0 or not 0 <= behind < self.geometry.num_changes:
-            self._reload(newest)
-            return
+        If that breaks off too, who begins next has them read everything. We do in any case: the mirror may have heard
+        of one half of a change.
+        """
+        try:
+            self.commit()
+        finally:
+            self._changed, self._changed_extents = {}, {}
+            self.mirror.seen = -1
+
+    def is_current(self) -> bool:
+        """Whether nobody has told of a change that the mirror does not know."""
+        return self.table.newest() == self.mirror.seen
+
+    def catch_up(self, deadline: Deadline) -> bool:
+        """Bring the mirror up to date. Takes no lock between processes. False at the deadline: the next one goes on."""
+        while True:
+            newest = self.table.newest()
+            if newest is None:  # it is just being written, or damaged
+                if self.mirror.seen >= 0:
+                    return True
+                newest = 0
+            behind = newest - self.mirror.seen
+            if not behind:
+                return True
+            few = min(self.geometry.num_changes - 1, max(_FEW_CHANGES, len(self.mirror.places) // 8))
+            if self.mirror.seen >= 0 and 0 < behind <= few:
+                found = self._follow(newest, deadline)
+                if found is not None:
+                    return found
+            draft = self._draft
+            if draft is None or draft.newest is None or not 0 <= newest - draft.newest < self.geometry.num_changes:
+                draft = self._draft = Draft(newest, self.table.classes())
+            if not self._fill(draft, deadline):
+                return False
+            self._adopt_draft(draft)
+
+    def _follow(self, newest: int, deadline: Deadline) -> bool | None:
+        """Look at what changed, one by one. False at the deadline; None if the ring does not say it any more."""
         for count in range(self.mirror.seen + 1, newest + 1):
+            if not count % _LOOK_CHANGES and deadline.expired:
+                return False
             change = self.table.change(count)
             if change is None:
-                self._reload(newest)
-                return
+                return None
             number, extent = change
             if number is not None:
                 self._look(number)
             elif extent is not None:
                 self._look_at_extent(extent)
-        self.mirror.seen = newest
+            self.mirror.seen = count
+        return True
 
-    def _reload(self, newest: int) -> None:
-        self._believe(self._survey())
-        self.mirror.seen = newest
+    def _fill(self, draft: Draft, deadline: Deadline) -> bool:
+        """Read what a draft has not read yet. False at the deadline."""
+        while draft.left:
+            if deadline.expired:
+                return False
+            extent, slot_bytes = draft.left[-1]
+            one = self.table.survey(extent, slot_bytes, self._now_s)
+            draft.left.pop()
+            draft.add(one.pages, [number for number, _ in one.free], slot_bytes)
+        return True
+
+    def _adopt_draft(self, draft: Draft) -> None:
+        self._draft = self._recovery = None
+        self.mirror.take(draft)
 
     def _survey(self) -> dict[int, Survey]:
         return {
@@ -105,9 +172,15 @@ class Catalog:
             for extent, slot_bytes in self.table.classes().items()
         }
 
-    def _believe(self, found: dict[int, Survey]) -> None:
-        free = [(number, one.slot_bytes) for one in found.values() for number, _ in one.free]
-        self.mirror.reload(self._pages(found), free, {extent: one.slot_bytes for extent, one in found.items()})
+    def _survey_all(self) -> Draft:
+        """A draft of everything, whatever time that takes."""
+        return self._drafted(self._survey())
+
+    def _drafted(self, found: dict[int, Survey]) -> Draft:
+        draft = Draft(0, {extent: one.slot_bytes for extent, one in found.items()})
+        for one in found.values():
+            draft.add(one.pages, [number for number, _ in one.free], one.slot_bytes)
+        return draft
 
     def _look(self, number: int) -> None:
         """See what a slot holds now."""
@@ -125,15 +198,19 @@ class Catalog:
         slot_bytes = self.table.extent(extent) or 0
         self.mirror.set_class(extent, slot_bytes)
         if slot_bytes:
-            for number in self.geometry.numbers(extent, slot_bytes):
-                self._look(number)
+            found = self.table.survey(extent, slot_bytes, self._now_s)
+            for row in found.pages:
+                self.mirror.remember(Page(*row))
+            for number, _ in found.free:
+                self.mirror.remember_free(number, slot_bytes)
 
     def _page(self, number: int, record: Record) -> Page:
         use = self.table.use(number)
         priority = self._now_s if use is None else _in_time(use, self._now_s).priority
         offset = self.geometry.offset(number, record.slot_bytes)
         place = Place(number, record.generation, offset, record.num_bytes)
-        return Page(record.name, record.parent, place, record.slot_bytes, priority, record.expires_ms, record.depth)
+        parent = record.parent if record.depth else NO_PAGE
+        return Page(record.name, parent, place, record.slot_bytes, priority, record.expires_ms, record.depth)
 
     def stands_by(self, place: Place) -> bool:
         """Whether the record says, now, that a page is still where the mirror had it. Takes no lock."""
@@ -141,9 +218,9 @@ class Catalog:
         return record is not None and (record.state, record.generation) == (RecordState.LIVE, place.generation)
 
     def _set(self, number: int, record: Record, *, tell: bool = True) -> None:
-        self.table.set_record(number, record)
-        if tell:
+        if tell:  # first: what was changed is told, wherever we are interrupted
             self._changed[number] = None
+        self.table.set_record(number, record)
 
     # --- owners -------------------------------------------------------------------------------------------------------
 
@@ -176,11 +253,19 @@ class Catalog:
             self.table.set_owner(owner, enrolled=False)
         return count
 
+    def free_reserved(self, owner: int, but: Collection[int]) -> None:
+        """Free, wiped, what an owner has reserved, but for slots of these numbers."""
+        for extent, slot_bytes in self.mirror.classes.items():
+            for number, record in self.table.reserved_by({owner}, extent, slot_bytes):
+                if number not in but:
+                    self._free(number, record.generation, slot_bytes)
+
     # --- slots --------------------------------------------------------------------------------------------------------
 
     def cut(self, extent: int, slot_bytes: int) -> None:
         """Cut an extent into free slots; whatever it was cut into before holds nothing."""
         numbers = self.geometry.numbers(extent, slot_bytes)
+        self._changed_extents[extent] = None
         self.table.set_extent(extent, 0)
         for number in numbers:
             before = self.table.record(number)
@@ -190,7 +275,6 @@ class Catalog:
         self.mirror.set_class(extent, slot_bytes)
         for number in numbers:
             self.mirror.remember_free(number, slot_bytes)
-        self._changed_extents[extent] = None
 
     def take_free(self, slot_bytes: int, owner: int, wanted: int) -> list[Slot]:
         """Reserve up to `wanted` free slots of this size."""
@@ -364,34 +448,37 @@ class Catalog:
         )
         self._set(slot.number, record)
         place = Place(slot.number, slot.generation, slot.offset, num_bytes)
+        parent = meta.parent_name if meta.depth else NO_PAGE  # whatever a first block says, it builds on nothing
         self.mirror.remember(
-            Page(meta.name, meta.parent_name, place, reserved.slot_bytes, priority, meta.expires_at_ms, meta.depth)
+            Page(meta.name, parent, place, reserved.slot_bytes, priority, meta.expires_at_ms, meta.depth)
         )
         return PutStatus.STORED
 
     def expired(self, now_ms: int, limit: int = 256) -> list[PageName]:
         """Pages whose time is over."""
-        found = (name for name, expires_ms in self.mirror.expiring.items() if expires_ms <= now_ms)
-        return [name for _, name in zip(range(limit), found, strict=False)]
+        return self.mirror.expired(now_ms, limit)
 
     # --- recency ------------------------------------------------------------------------------------------------------
 
     def now_s(self) -> float:
         """The time by the wall. When it steps back, uses that lie ahead by now become uses of this moment.
 
-        Else pages that were used while the clock was wrong would be newer than every new one, for years.
+        Else pages that were used while the clock was wrong would be newer than every new one, for years. Some at each
+        call: nobody waits for all of them.
         """
         now_s = self._clock.time()
         before_s, self._now_s = self._now_s, now_s
         if now_s < before_s - _STEP_BACK_S:
-            for name, place in self.mirror.places.items():
-                use = self.table.use(place.number)
-                if use is not None and use.used_s > now_s:
-                    use = _in_time(use, now_s)
-                    self.table.set_use(place.number, use)
-                    self.mirror.order.touch(name, use.priority)
+            self._ahead = iter(list(self.mirror.places))
             if self._history is not None:
                 self._history.rebase(now_s)
+        for name in islice(self._ahead, _STEP_PAGES):
+            place = self.mirror.places.get(name)
+            use = None if place is None else self.table.use(place.number)
+            if place is not None and use is not None and use.used_s > now_s:
+                use = _in_time(use, now_s)
+                self.table.set_use(place.number, use)
+                self.mirror.order.touch(name, use.priority)
         return now_s
 
     def touch(self, place: Place) -> None:
@@ -449,14 +536,17 @@ class Catalog:
             lost += [(place.number, size, place.generation) for _, _, place, size, *_ in pages]
             lost += [(number, one.slot_bytes, generation) for one in found.values() for number, generation in one.free]
             found, pages = {extent: replace(one, pages=[], free=[]) for extent, one in found.items()}, []
-        self._believe(found)
+        self._adopt_draft(self._drafted(found))
         if read_header is not None:
             for one in found.values():
                 for number, generation in one.reserved:
                     self._free(number, generation, one.slot_bytes)
             pages += self._adopt(lost, read_header)
-        for _, _, place, slot_bytes, *_ in self._misfits(pages):
+        misfits = self._misfits(pages)
+        for _, _, place, slot_bytes, *_ in misfits:
             self._free(place.number, place.generation + 1, slot_bytes)
+        if misfits:  # the mirror may have had one of two, and not the one that stayed
+            self._adopt_draft(self._survey_all())
         return len(lost)
 
     @staticmethod

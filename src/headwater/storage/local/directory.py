@@ -11,6 +11,7 @@ changed or removed, and no symbolic link is followed. The gate is a lock on the 
 
 import fcntl
 import os
+import re
 import stat
 import time
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Final, Self
 
 from headwater.core.errors import StoreBusy, StoreUnavailable
 from headwater.storage.base import Deadline
+from headwater.storage.local import descriptors
 
 SLAB: Final = "slab"
 _POLL_S: Final = 0.005
+_ESCAPED: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how the kernel writes spaces and the like in names
 
 
 class Gate:
@@ -48,7 +51,8 @@ class Gate:
             raise
 
     def _take(self, deadline: Deadline) -> None:
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = descriptors.keep(lambda: os.open(self.path, flags))
         _require_private(self.path, self.fd)
         while not _try_lock(self.fd):
             if deadline.expired:
@@ -63,9 +67,12 @@ class Gate:
 
     def close(self) -> None:
         """Let others through. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that has the open file
+            finally:
+                descriptors.close(fd)
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -86,16 +93,16 @@ def has_slab(path: Path) -> bool:
 
 def is_memory(path: Path) -> bool:
     """Whether a directory lies on tmpfs (host memory) rather than on a disk; it need not exist yet."""
-    best, kind = "", ""
-    real = os.path.realpath(path)
-    with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
+    best, kind = b"", b""
+    real = os.fsencode(os.path.realpath(path))
+    with open("/proc/self/mountinfo", "rb") as mounts:  # names are bytes: somebody's may be no text
         for line in mounts:
-            left, _, right = line.partition(" - ")
-            point = left.split(" ")[4].replace("\\040", " ")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            left, _, right = line.partition(b" - ")
+            point = _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), left.split(b" ")[4])
+            inside = real == point or real.startswith(point.rstrip(b"/") + b"/")
             if inside and len(point) >= len(best):
-                best, kind = point, right.split(" ")[0]
-    return kind in ("tmpfs", "ramfs")
+                best, kind = point, right.split(b" ")[0]
+    return kind in (b"tmpfs", b"ramfs")
 
 
 def free_bytes(path: Path) -> int:

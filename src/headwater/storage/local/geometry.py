@@ -38,6 +38,7 @@ _MIN_CHANGES: Final = 4096
 _MAX_CHANGES: Final = 1 << 20
 _MIN_EXTENTS: Final = 16
 _MAX_EXTENT: Final = 1 << 30
+_MAX_BYTES: Final = 1 << 46  # so that a slot's number fits into an entry of the ring of changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class Geometry:
         many enough that layouts can share. Raises StoreUnavailable where nothing fits.
         """
         file_bytes = limit_bytes // SECTOR * SECTOR
+        if limit_bytes >= _MAX_BYTES:
+            raise StoreUnavailable(f"a limit of {limit_bytes} bytes is more than one slab takes: choose a lower limit")
         most_slots = max(_MIN_SLOTS, limit_bytes // _BYTES_PER_SLOT)
         num_changes = min(max(_MIN_CHANGES, 1 << (2 * most_slots - 1).bit_length()), _MAX_CHANGES)
         usable = file_bytes - EXTENTS_AT - SECTOR - NUM_LABELS * LABEL_BYTES - num_changes * CHANGE_BYTES

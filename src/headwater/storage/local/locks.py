@@ -13,8 +13,10 @@ parent's locks explicitly, so neither keeps the other's alive. A mapping would: 
 import fcntl
 import struct
 import time
+from functools import partial
 from typing import Final
 
+from headwater.core.errors import StoreBusy
 from headwater.storage.base import Deadline
 
 MAX_OWNERS: Final = 4095  # open stores at once, numbered from 1
@@ -34,12 +36,20 @@ class SlabLocks:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # Let the next one change the index. One call of C, so that no interrupt comes before it is done.
+        self.end_writing: Final = partial(
+            fcntl.fcntl, fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, 0, _WRITING, 1, 0)
+        )
 
     def come_in(self) -> bool:
-        """Take a place inside: True if nobody else has one; then nobody gets one before `settle`, or gate or end."""
+        """Take a place inside: True if nobody else has one; then nobody gets one before `settle`, or gate or end.
+
+        Raises StoreBusy while another one is alone, whom the gate did not stop: it came by another name of the file.
+        """
         if self._try(fcntl.F_WRLCK, _PRESENT):
             return True
-        self._try(fcntl.F_RDLCK, _PRESENT)  # cannot fail behind the gate: whoever is alone holds that as well
+        if not self._try(fcntl.F_RDLCK, _PRESENT):
+            raise StoreBusy("another process repairs this store; try again later")
         return False
 
     def settle(self) -> None:
@@ -56,10 +66,6 @@ class SlabLocks:
             time.sleep(min(wait_s, left_s))
             wait_s = min(wait_s * 1.5, _LONGEST_WAIT_S)
         return True
-
-    def end_writing(self) -> None:
-        """Let the next one."""
-        self._try(fcntl.F_UNLCK, _WRITING)
 
     def take_owner(self, owner: int) -> bool:
         """Be the owner of this number, for as long as the slab is open. False while somebody else is."""

@@ -5,16 +5,16 @@ straight out of a borrowed page. Rule 3: a reservation that is out keeps the sto
 so that no other process is given the slot while a copy may still be writing to it.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
 from headwater.storage.base import Addressable, Borrow, Deadline, GetStatus, PutStatus, Reservation
-from headwater.storage.local.attachment import Attachment
+from headwater.storage.local.allocator import Search
+from headwater.storage.local.attachment import Attachment, Held
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.store import LocalStore
+from headwater.storage.local.store import BATCH_PAGES, LocalStore
 
 
 class _Lease(NamedTuple):
@@ -36,32 +36,39 @@ class MappedStore(LocalStore, Addressable):
         results: list[Reservation | PutStatus] = [PutStatus.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
-            for i, taken in enumerate(self._allocator.take(at, pages, deadline)):
-                if isinstance(taken, PutStatus):
-                    results[i] = taken
-                else:
-                    meta, num_bytes = pages[i]
-                    at.lend(taken, meta.name)
-                    at.wipe(taken)
-                    results[i] = Reservation(
-                        meta, at.slab.view(taken.offset, num_bytes), taken.number, taken.generation, _Lease(at, taken)
-                    )
+            for start in range(0, len(pages), BATCH_PAGES):
+                if deadline.expired:
+                    results[start:] = [PutStatus.LATE] * (len(pages) - start)
+                    return
+                search = Search(pages[start : start + BATCH_PAGES])
+                with at.taking(search):
+                    self._allocator.take(at, search, deadline)
+                    for i, taken in enumerate(search.results, start):
+                        results[i] = taken if isinstance(taken, PutStatus) else self._lend(at, taken, *pages[i])
 
         self._run(work, None)
         return results
 
+    @staticmethod
+    def _lend(at: Attachment, slot: Slot, meta: PageMeta, num_bytes: int) -> Reservation:
+        at.lend(slot, meta.name)
+        at.wipe(slot)
+        view = at.slab.view(slot.offset, num_bytes)
+        return Reservation(meta, view, slot.number, slot.generation, _Lease(at, slot))
+
     def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
         """Make written frames visible; what is not the frame its slot was reserved for is REFUSED."""
         results = [PutStatus.REFUSED] * len(reservations)  # those that were consumed before
+        refused: set[int] = set()
 
-        def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
+        def publish(at: Attachment, out: list[tuple[int, Slot]]) -> None:
             written: list[tuple[int, Slot, Header]] = []
             unused: list[Slot] = []
             for i, slot in out:
                 header = parse(reservations[i].view, known=reservations[i].meta)
                 if isinstance(header, Fault) or not _fits(header, reservations[i]):
                     unused.append(slot)
-                    results[i] = PutStatus.REFUSED
+                    refused.add(i)
                 else:
                     written.append((i, slot, header))
             at.give_back(unused, deadline)
@@ -69,22 +76,39 @@ class MappedStore(LocalStore, Addressable):
             for (i, _, _), status in zip(written, statuses, strict=True):
                 results[i] = status
 
-        self._require_same_process()
-        for at, out in _still_out(reservations):
-            for i, _ in out:
-                results[i] = PutStatus.FAILED  # unless `work` gets to say otherwise: the store may be damaged
-            self._run_in(at, len(out), partial(work, out=out), None)
+        def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
+            for start in range(0, len(out), BATCH_PAGES):
+                publish(at, out[start : start + BATCH_PAGES])
+
+        for i in self._consume(reservations, work):
+            if results[i] is PutStatus.REFUSED and i not in refused:
+                results[i] = PutStatus.FAILED  # nobody got to say anything: the store is damaged
         return results
 
     def abandon(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> None:
         """Give slots back unpublished; whatever was written there is wiped."""
+        self._consume(reservations, lambda at, out: at.give_back([slot for _, slot in out], deadline))
 
-        def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
-            at.give_back([slot for _, slot in out], deadline)
-
+    def _consume(
+        self, reservations: Sequence[Reservation], work: Callable[[Attachment, list[tuple[int, Slot]]], None]
+    ) -> list[int]:
+        """Take reservations back and do `work` with those that were still out, by who lent them. Returns which."""
         self._require_same_process()
-        for at, out in _still_out(reservations):
-            self._run_in(at, len(out), partial(work, out=out), None)
+        consumed: list[int] = []
+        for at, lent in _by_attachment(reservations).items():
+            user = object()
+            held = Held()
+            try:
+                if not at.enter(user):
+                    continue
+                with at.taking(held):
+                    out = [(i, held.add(slot)) for i, slot in lent if at.take_back(slot)]
+                    consumed += [i for i, _ in out]
+                    if out:
+                        self._run_in(at, lambda at: work(at, out), None)  # noqa: B023  called at once
+            finally:
+                at.leave(user)
+        return consumed
 
     def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
         """Addresses of pages. Takes no lock: verify the copy, then ask `still_valid`."""
@@ -94,6 +118,9 @@ class MappedStore(LocalStore, Addressable):
             if not all(at.catalog.mirror.has_all(names)):
                 at.refresh(deadline)
             for i, name in enumerate(names):
+                if not i % BATCH_PAGES and deadline.expired:
+                    results[i:] = [GetStatus.LATE] * (len(names) - i)
+                    break
                 place = at.catalog.mirror.places.get(name)
                 if place is None:
                     results[i] = GetStatus.MISS
@@ -119,11 +146,10 @@ def _fits(header: Header, reservation: Reservation) -> bool:
     return header.meta == reservation.meta and header.frame_bytes == len(reservation.view)
 
 
-def _still_out(reservations: Sequence[Reservation]) -> list[tuple[Attachment, list[tuple[int, Slot]]]]:
-    """Reservations that were not consumed before, with their index, by the attachment that lent them."""
+def _by_attachment(reservations: Sequence[Reservation]) -> dict[Attachment, list[tuple[int, Slot]]]:
+    """Reservations with their index, by the attachment that lent them."""
     groups: dict[Attachment, list[tuple[int, Slot]]] = {}
     for i, reservation in enumerate(reservations):
-        lease = reservation.lease
-        if isinstance(lease, _Lease) and lease.at.take_back(lease.slot):
-            groups.setdefault(lease.at, []).append((i, lease.slot))
-    return list(groups.items())
+        if isinstance(reservation.lease, _Lease):
+            groups.setdefault(reservation.lease.at, []).append((i, reservation.lease.slot))
+    return groups

@@ -4,6 +4,7 @@ A hint, as the index itself is; current while the index's lock is held, when the
 may come from any thread; changes come one at a time (`attachment.py` holds a lock).
 """
 
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -44,6 +45,35 @@ class Page(NamedTuple):
 PageRow: TypeAlias = tuple[PageName, PageName, Place, int, float, int, int]  # a Page, where there are very many
 
 
+class Draft:
+    """A mirror in the making, extent by extent: as the index was at some change, or later."""
+
+    def __init__(self, newest: int | None, classes: dict[int, int]) -> None:
+        self.newest = newest  # change, when it was begun; None: nobody could say
+        self.classes = classes
+        self.left = list(classes.items())  # extents that are still to be read, with their slot sizes
+        self.rows: list[PageRow] = []
+        self.order: LeafOrder[PageName] = LeafOrder()
+        self.places: dict[PageName, Place] = {}
+        self.names: dict[int, PageName] = {}
+        self.free: dict[int, dict[int, None]] = {}
+        self.expiring: dict[PageName, int] = {}
+
+    def add(self, rows: Sequence[PageRow], free: Iterable[int], slot_bytes: int) -> None:
+        """What an extent holds. By position: there may be a hundred thousand pages."""
+        places = self.places
+        known = len(places)
+        places.update({row[0]: row[2] for row in rows if row[0] not in places})
+        fresh: Sequence[PageRow] = rows
+        if len(places) - known < len(rows):  # a damaged index may have a name twice: the first counts
+            fresh = [row for row in rows if places[row[0]] is row[2]]
+        self.rows += rows
+        self.order.extend((row[0], row[1], row[4], row[3]) for row in fresh)
+        self.names.update({row[2][0]: row[0] for row in fresh})
+        self.expiring.update({row[0]: row[5] for row in fresh if row[5]})
+        self.free.setdefault(slot_bytes, {}).update(dict.fromkeys(free))
+
+
 class Mirror:
     """Places by name. `order` holds the same pages as a forest, grouped by slot size.
 
@@ -54,6 +84,7 @@ class Mirror:
         self.places: dict[PageName, Place] = {}
         self.order: LeafOrder[PageName] = LeafOrder()
         self.expiring: dict[PageName, int] = {}  # when, in ms
+        self._dates: list[tuple[int, PageName]] = []  # the same as a heap, and what is not so any more
         self.classes: dict[int, int] = {}  # slot size of each extent that is cut
         self.seen = -1
         self._geometry = geometry
@@ -82,25 +113,39 @@ class Mirror:
         del free[number]
         return number
 
-    def reload(self, pages: Iterable[PageRow], free: Iterable[tuple[int, int]], classes: dict[int, int]) -> None:
-        """Replace everything; `free` are (number, slot size). What is looked up meanwhile is as old or as new."""
-        rows = list({row[0]: row for row in pages}.values())  # a damaged index may have a name twice
-        self._names = {row[2][0]: row[0] for row in rows}
-        self.order = LeafOrder.of((row[0], row[1], row[4], row[3]) for row in rows)  # by position: a hundred thousand
-        self.expiring = {row[0]: row[5] for row in rows if row[5]}
-        self.classes = classes
-        self._free = {}
-        for number, slot_bytes in free:
-            self._free.setdefault(slot_bytes, {})[number] = None
-        self.places = {row[0]: row[2] for row in rows}
+    def take(self, draft: Draft) -> None:
+        """Replace everything. What is looked up meanwhile is as old or as new."""
+        draft.order.settle()
+        self._names = draft.names
+        self.order = draft.order
+        self.expiring = draft.expiring
+        self._dates = [(expires_ms, name) for name, expires_ms in draft.expiring.items()]
+        heapq.heapify(self._dates)
+        self.classes = draft.classes
+        self._free = draft.free
+        self.places = draft.places
+        self.seen = -1 if draft.newest is None else draft.newest
+
+    def expired(self, now_ms: int, most: int) -> list[PageName]:
+        """Pages whose time is over."""
+        found: dict[PageName, int] = {}
+        while self._dates and len(found) < most and self._dates[0][0] <= now_ms:
+            expires_ms, name = heapq.heappop(self._dates)
+            if self.expiring.get(name) == expires_ms:
+                found[name] = expires_ms
+        for name, expires_ms in found.items():  # until they are gone
+            heapq.heappush(self._dates, (expires_ms, name))
+        return list(found)
 
     def remember(self, page: Page) -> None:
         """A page is live."""
         self.places[page.name] = page.place
         self.order.add(page.name, page.parent, page.priority, group=page.slot_bytes)
         self._names[page.place.number] = page.name
+        self.expiring.pop(page.name, None)
         if page.expires_ms:
             self.expiring[page.name] = page.expires_ms
+            heapq.heappush(self._dates, (page.expires_ms, page.name))
 
     def remember_free(self, number: int, slot_bytes: int) -> None:
         """A slot is free."""

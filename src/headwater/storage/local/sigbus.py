@@ -15,6 +15,7 @@ Not here: files. Invariant: a range stands here exactly as long as its mapping.
 
 import ctypes
 import mmap
+import os
 import signal
 import threading
 import weakref
@@ -23,7 +24,9 @@ from typing import Final
 import numpy as np
 
 _SIGINFO: Final = 4  # SA_SIGINFO: the handler is told the address
-_ADDRESS_AT: Final = 16  # in siginfo_t, on 64-bit machines
+_CODE_AT: Final = 8  # in siginfo_t, on 64-bit machines: above 0, the kernel raised it
+_ADDRESS_AT: Final = 16
+_IGNORE: Final = 1  # SIG_IGN
 _MAP: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED, MAP_NORESERVE
 _PAGE: Final = mmap.PAGESIZE
 
@@ -57,7 +60,12 @@ class GuardedRange:
         self.end = self.start + len(mapping)
         _install()
         _ranges[self.start] = self
-        weakref.finalize(mapping, _ranges.pop, self.start, None)
+        weakref.finalize(mapping, self.forget)
+
+    def forget(self) -> None:
+        """It is not mapped any more; another one may be, at the same address."""
+        if _ranges.get(self.start) is self:
+            del _ranges[self.start]
 
 
 _ranges: dict[int, GuardedRange] = {}
@@ -66,6 +74,9 @@ _before: _Action | None = None  # who handled the signal before us; not None: we
 
 
 def _on_fault(number: int, info: int, context: int) -> None:
+    if ctypes.c_int32.from_address(info + _CODE_AT).value <= 0:
+        _pass_on(number, info, context)
+        return
     address = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
     for one in list(_ranges.values()):
         if one.start <= address < one.end:
@@ -75,6 +86,16 @@ def _on_fault(number: int, info: int, context: int) -> None:
                 return
     if _before is not None:  # not ours, or not to be helped: the instruction is repeated under the handler before us
         _libc.sigaction(number, ctypes.byref(_before), None)
+
+
+def _pass_on(number: int, info: int, context: int) -> None:
+    """Somebody sent the signal: do what would be done without us."""
+    before = _before.handler if _before is not None else None
+    if before is None:  # the default: it ends the process
+        _libc.sigaction(number, ctypes.byref(_Action()), None)
+        os.kill(os.getpid(), number)
+    elif before != _IGNORE:
+        _Handler(before)(number, info, context)
 
 
 _handler = _Handler(_on_fault)  # kept: the C side has only its address

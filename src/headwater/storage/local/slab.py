@@ -20,16 +20,16 @@ import stat
 import struct
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
-from headwater.core.errors import StoreDamaged, StoreUnavailable
-from headwater.storage.local import directory
+from headwater.core.errors import StoreDamaged, StoreForked, StoreUnavailable
+from headwater.storage.local import descriptors, directory
 from headwater.storage.local.directory import SLAB, Gate
-from headwater.storage.local.geometry import SECTOR, Geometry
+from headwater.storage.local.geometry import CONTROL_AT, SECTOR, Geometry
 from headwater.storage.local.locks import SlabLocks
 from headwater.storage.local.sigbus import GuardedRange
 
@@ -38,6 +38,8 @@ VERSION: Final = 2
 _HEADER: Final = struct.Struct("<8sI4x16sQ16sQ")  # magic, version, id, epoch, policy, limit
 _EPOCH_AT: Final = 32
 _U64: Final = struct.Struct("<Q")
+_SEALED: Final = struct.Struct("<QQ")  # a number, and the same with what only this store knows
+SEALED_BYTES: Final = _SEALED.size
 _CHUNK: Final = 64 << 20
 _ZEROS: Final = bytes(SECTOR)
 _MADV_POPULATE_WRITE: Final = 23
@@ -54,6 +56,11 @@ class SlabHeader:
     epoch: int
     policy: str  # the eviction policy, by name; an ASCII word of at most 16 letters
     limit_bytes: int
+    _key: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """What seals numbers: another store's, or another epoch's, do not fit."""
+        object.__setattr__(self, "_key", self.epoch ^ int.from_bytes(self.store_id[:8], "little"))
 
     def encode(self) -> bytes:
         """One sector."""
@@ -61,6 +68,39 @@ class SlabHeader:
         body = _HEADER.pack(MAGIC, VERSION, self.store_id, self.epoch, name, self.limit_bytes)
         body = body.ljust(SECTOR - _U64.size, b"\0")  # checksummed to the end: a later version may say more
         return body + _U64.pack(xxh3_64_intdigest(body))
+
+    def seal(self, number: int) -> bytes:
+        """A number, as only this store writes it."""
+        return _SEALED.pack(number, number ^ self._key)
+
+    def unseal(self, raw: bytes) -> int | None:
+        """The number; None if this store did not write it."""
+        number, check = _SEALED.unpack(raw)
+        return number if number ^ self._key == check else None
+
+
+class Remains:
+    """A file that was a slab of ours until it was damaged, held open: so nothing else can be taken for it."""
+
+    def __init__(self, slab: "Slab") -> None:
+        self.header = slab.header
+        self.fd = descriptors.keep(lambda: os.dup(slab.fd))
+
+    def are(self, fd: int) -> bool:
+        """Whether this is the file, and nobody has put anything of his own into it."""
+        info = os.fstat(fd)
+        if not os.path.samestat(info, os.fstat(self.fd)):
+            return False
+        begin = os.pread(fd, SECTOR, 0)
+        if info.st_size < SECTOR:  # nothing in it, or what is left of the header
+            return self.header.encode().startswith(begin)
+        control = os.pread(fd, _SEALED.size, CONTROL_AT)
+        return len(control) == _SEALED.size and self.header.unseal(control) is not None
+
+    def close(self) -> None:
+        """Let it go. Idempotent."""
+        fd, self.fd = self.fd, -1
+        descriptors.close(fd)
 
 
 class Slab:
@@ -73,10 +113,13 @@ class Slab:
         self.header = header
         self.epoch = header.epoch
         # Locks belong to an open file, and a mapping keeps its own open in every child of a fork: so they have another.
-        self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._lock_fd = descriptors.keep(lambda: os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        self._leaving = weakref.finalize(self, _close_all, self._lock_fd, fd)  # where nobody closed it
+        self._leaving.atexit = False
         self.locks = SlabLocks(self._lock_fd)
         self.mapped = mapped
         self.fd = fd
+        self.is_new = False
         info = os.fstat(fd)
         self.inode = (info.st_dev, info.st_ino)  # which file it is
         self._map: mmap.mmap | None = None
@@ -107,10 +150,11 @@ class Slab:
             _allocate(fd, path, geometry.file_bytes, progress)
             os.pwrite(fd, header.encode(), SECTOR)
             slab = cls(path, fd, header, mapped=mapped)
+            slab.is_new = True
         except BaseException:
             if named:
                 os.unlink(_UNFINISHED, dir_fd=gate.fd)
-            os.close(fd)
+            descriptors.close(fd)
             raise
         try:
             slab.map()
@@ -127,16 +171,17 @@ class Slab:
         return slab
 
     @classmethod
-    def open(cls, gate: Gate, *, mapped: bool, known: "Slab | None" = None) -> "Slab":
+    def open(cls, gate: Gate, *, mapped: bool, known: Remains | None = None) -> "Slab":
         """Open the slab of a directory, as it is: it may be cut. `map` it before it is used.
 
-        `known`: one that was open before. If this is the same file, it is ours even if its header is gone.
+        `known`: what was open before. If this is the same file, it is ours even if its header is gone.
         Raises FileNotFoundError when there is none, StoreDamaged when no header can be believed, StoreUnavailable for
         another version, and for what is no regular file of ours.
         """
         path = gate.path / SLAB
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(SLAB, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=gate.fd)
+            fd = descriptors.keep(lambda: os.open(SLAB, flags, dir_fd=gate.fd))
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise
@@ -147,16 +192,20 @@ class Slab:
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 raise StoreUnavailable(f"{path} is not a regular file of this user: not a store")
             header = read_slab_header(fd, path)
-            if header is None and known is not None and known.inode == (info.st_dev, info.st_ino):
+            if header is None and known is not None and known.are(fd):
                 header = known.header
             if header is None:
                 raise StoreDamaged(
                     f"{path} has no readable header: it is not a store's, or was destroyed. If it was a store's, "
                     "remove it to start anew; nothing was touched"
                 )
+            if info.st_nlink > 1:
+                _remove_unfinished(gate, twin=info)  # of one that died when it was as good as made
+            if os.fstat(fd).st_nlink > 1:  # a gate over each, and one file behind them
+                raise StoreUnavailable(f"{path} has another name elsewhere (a hard link): remove that one, or copy it")
             return cls(path, fd, header, mapped=mapped)
         except BaseException:
-            os.close(fd)
+            descriptors.close(fd)
             raise
 
     def repair(self, progress: Progress | None = None) -> bool:
@@ -192,6 +241,11 @@ class Slab:
         """Whether the file has its full size."""
         return os.fstat(self.fd).st_size == self.geometry.file_bytes
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more."""
+        return os.fstat(self.fd).st_nlink == 0
+
     def require_whole(self) -> None:
         """Raise StoreDamaged if the file was cut or removed, or belongs to another epoch. Costs two calls."""
         info = os.fstat(self.fd)
@@ -225,6 +279,7 @@ class Slab:
         """A copy of some bytes. Raises StoreDamaged where the file ends early or cannot be read."""
         if self._view is not None:
             return bytes(self._view[offset : offset + num_bytes])
+        self._require_open()
         try:
             found = os.pread(self.fd, num_bytes, offset)
         except OSError as error:
@@ -240,6 +295,7 @@ class Slab:
         if self._view is not None:
             buffer[:] = self._view[offset : offset + len(buffer)]
             return True
+        self._require_open()
         done = 0
         while done < len(buffer):
             try:
@@ -265,6 +321,7 @@ class Slab:
         if self._view is not None:
             self._view[offset : offset + len(data)] = data
             return
+        self._require_open()
         done = 0
         try:
             while done < len(data):
@@ -325,11 +382,14 @@ class Slab:
         self._close()
 
     def drop(self) -> None:
-        """In a child: close the file, without releasing what the parent holds."""
-        if self.fd >= 0:
-            os.close(self._lock_fd)
-            os.close(self.fd)
-            self.fd = -1
+        """In a child: nothing here leads to the file any more, which is the parent's."""
+        self._leaving.detach()
+        self.fd = -1
+        self._view = None
+
+    def _require_open(self) -> None:
+        if self.fd < 0:
+            raise StoreForked(f"{self.path} was opened before fork(): open it again in the child")
 
     def _close(self) -> None:
         view, self._view = self._view, None
@@ -339,9 +399,16 @@ class Slab:
         if mapping is not None:
             with contextlib.suppress(BufferError):  # a borrowed page is still held: the last holder unmaps it
                 mapping.close()
-        os.close(self._lock_fd)
-        os.close(self.fd)
-        self.fd = -1
+                if self._range is not None:
+                    self._range.forget()
+        self._leaving.detach()
+        fd, self.fd = self.fd, -1
+        _close_all(self._lock_fd, fd)
+
+
+def _close_all(*fds: int) -> None:
+    for fd in fds:
+        descriptors.close(fd)
 
 
 def read_slab_header(fd: int, path: Path) -> SlabHeader | None:
@@ -369,22 +436,30 @@ def read_slab_header(fd: int, path: Path) -> SlabHeader | None:
 
 def _new_file(gate: Gate) -> tuple[int, bool]:
     """A descriptor of a new file, and whether it has a name yet. One without a name leaves nothing in a crash."""
+
+    def make(name: str, how: int) -> int:
+        return descriptors.keep(lambda: os.open(name, os.O_RDWR | os.O_CLOEXEC | how, 0o600, dir_fd=gate.fd))
+
     try:
-        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=gate.fd), False
+        return make(".", os.O_TMPFILE), False
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    return os.open(_UNFINISHED, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=gate.fd), True
+    return make(_UNFINISHED, os.O_CREAT | os.O_EXCL), True
 
 
-def _remove_unfinished(gate: Gate) -> None:
-    """Remove what a process left that died while it made a slab, if it is certainly that."""
+def _remove_unfinished(gate: Gate, twin: os.stat_result | None = None) -> None:
+    """Remove what a process left that died while it made a slab, if it is certainly that. `twin`: the slab's name."""
     try:
         fd = os.open(_UNFINISHED, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=gate.fd)
     except OSError:
         return
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, len(MAGIC), 0) == MAGIC:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or os.pread(fd, len(MAGIC), 0) != MAGIC:
+            return
+        # One that was ever opened says so behind its headers: a store that somebody may have put aside.
+        if not any(os.pread(fd, SECTOR, CONTROL_AT)) or (twin is not None and os.path.samestat(info, twin)):
             os.unlink(_UNFINISHED, dir_fd=gate.fd)
     finally:
         os.close(fd)
@@ -412,7 +487,8 @@ _open: "weakref.WeakSet[Slab]" = weakref.WeakSet()
 
 def _drop_in_child() -> None:
     for slab in list(_open):
-        slab.drop()
+        with contextlib.suppress(Exception):  # the others are to be dropped too
+            slab.drop()
 
 
 os.register_at_fork(after_in_child=_drop_in_child)

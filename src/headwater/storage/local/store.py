@@ -11,7 +11,6 @@ Damage found under way (a cut slab, one that was removed or replaced) turns the 
 at once, the reason stands in `down`, and `revive` comes in again, which repairs when no other process is inside.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -24,15 +23,15 @@ from headwater.layout.frame import PREFIX_BYTES, Fault, Header, claims, parse
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.local import families
-from headwater.storage.local.allocator import STEP_PAGES, Allocator
+from headwater.storage.local import descriptors, families
+from headwater.storage.local.allocator import STEP_PAGES, Allocator, Search
 from headwater.storage.local.attach import attach
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.families import FamilyUse, PagePath
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.slab import Progress, Slab
+from headwater.storage.local.slab import Progress, Remains
 
-_BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
+BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
 _TOUCHES_KEPT: Final = 1024
 _TOUCH_INTERVAL_S: Final = 1.0
 _GLANCE_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
@@ -95,11 +94,11 @@ class LocalStore(Store):
         self._state = threading.Lock()
         self._reviving = threading.Lock()
         self._closed = False
-        self._pid = os.getpid()
+        self._process = descriptors.process()
         self._allocator = Allocator(self.metrics, clock)
         self._touched_at_s = clock.monotonic()
         self.down: StoreError | None = None
-        self._last_slab: Slab | None = None  # the one that turned out to be damaged
+        self._remains: Remains | None = None  # of the slab that turned out to be damaged
         self._attachment: Attachment | None = self._attach(progress)
 
     def _attach(self, progress: Progress | None = None) -> Attachment:
@@ -109,7 +108,7 @@ class LocalStore(Store):
             clock=self._clock,
             deadline=Deadline.after(self.config.open_timeout_s),
             progress=progress,
-            known=self._last_slab,
+            known=self._remains,
         )
 
     # --- the store interface ------------------------------------------------------------------------------------------
@@ -119,15 +118,17 @@ class LocalStore(Store):
         results = [PutStatus.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
-            headers: list[tuple[int, Header]] = []
-            for i, (name, frame) in enumerate(pages):
-                header = parse(frame)
-                if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
-                    results[i] = PutStatus.REFUSED
-                else:
-                    headers.append((i, header))
-            for start in range(0, len(headers), _BATCH_PAGES):
-                batch = headers[start : start + _BATCH_PAGES]
+            for start in range(0, len(pages), BATCH_PAGES):
+                if deadline.expired:
+                    results[start:] = [PutStatus.LATE] * (len(pages) - start)
+                    return
+                batch: list[tuple[int, Header]] = []
+                for i, (name, frame) in enumerate(pages[start : start + BATCH_PAGES], start):
+                    header = parse(frame)
+                    if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
+                        results[i] = PutStatus.REFUSED
+                    else:
+                        batch.append((i, header))
                 statuses = self._put_batch(at, [(pages[i][1], header) for i, header in batch], deadline)
                 for (i, _), status in zip(batch, statuses, strict=True):
                     results[i] = status
@@ -138,24 +139,28 @@ class LocalStore(Store):
     def _put_batch(
         self, at: Attachment, pages: Sequence[tuple[memoryview, Header]], deadline: Deadline
     ) -> list[PutStatus]:
-        taken = self._allocator.take(at, [(header.meta, header.frame_bytes) for _, header in pages], deadline)
-        results = [PutStatus.LATE if isinstance(one, Slot) else one for one in taken]
-        slots = [(i, one) for i, one in enumerate(taken) if isinstance(one, Slot)]
+        if not pages:
+            return []
+        search = Search([(header.meta, header.frame_bytes) for _, header in pages])
         written: list[tuple[int, Slot]] = []
-        try:
-            for i, slot in slots:
-                if deadline.expired:
-                    break
-                frame, header = pages[i]
-                at.slab.write_frame(slot.offset, frame, header.header_bytes)
-                written.append((i, slot))
-            self._sync(at, written)
-            statuses = self._publish(at, [(slot, pages[i][1]) for i, slot in written], deadline)
-            self._sync(at, written)
-        except BaseException:
-            at.give_back([slot for _, slot in slots], deadline)
-            raise
-        at.give_back([slot for _, slot in slots[len(written) :]], deadline)
+        with at.taking(search):
+            self._allocator.take(at, search, deadline)
+            results = [PutStatus.LATE if isinstance(one, Slot) else one for one in search.results]
+            slots = [(i, one) for i, one in enumerate(search.results) if isinstance(one, Slot)]
+            try:
+                for i, slot in slots:
+                    if deadline.expired:
+                        break
+                    frame, header = pages[i]
+                    at.slab.write_frame(slot.offset, frame, header.header_bytes)
+                    written.append((i, slot))
+                self._sync(at, written)
+                statuses = self._publish(at, [(slot, pages[i][1]) for i, slot in written], deadline)
+                self._sync(at, written)
+            except BaseException:
+                at.give_back([slot for _, slot in slots], deadline)
+                raise
+            at.give_back([slot for _, slot in slots[len(written) :]], deadline)
         for (i, _), status in zip(written, statuses, strict=True):
             results[i] = status
         return results
@@ -246,13 +251,14 @@ class LocalStore(Store):
 
         In a child of a fork nothing happens: the store is the parent's, and so are its locks.
         """
-        if self._pid != os.getpid():
+        if self._process != descriptors.process():
             return
         with self._state:
             if self._closed:
                 return
             self._closed = True
             at, self._attachment = self._attachment, None
+            self._forget_remains()
         if at is not None:
             at.retire()
 
@@ -283,6 +289,7 @@ class LocalStore(Store):
         with self._state:
             if not self._closed:
                 self._attachment, self.down = attachment, None
+                self._forget_remains()
                 return True
         attachment.retire()
         return False
@@ -388,35 +395,47 @@ class LocalStore(Store):
             if self._closed:
                 raise ResourceClosed("the store is closed")
             at = self._attachment
-            if at is None:
-                return otherwise
-            at.enter()
-        return self._run_in(at, 1, work, otherwise)
+        return otherwise if at is None else self._run_in(at, work, otherwise)
 
-    def _run_in(self, at: Attachment, num_users: int, work: Callable[[Attachment], T], otherwise: T) -> T:
-        """Do `work` for users that are counted in, and count them out. Damage turns the store off."""
-        self._require_same_process()
+    def _run_in(self, at: Attachment, work: Callable[[Attachment], T], otherwise: T) -> T:
+        """Do `work` inside a directory that may be closed already, but for what is lent. Damage turns the store off."""
+        user = object()
         try:
+            if not at.enter(user):
+                raise ResourceClosed("the store is closed")
             at.slab.require_whole()
             return work(at)
         except StoreBusy:
+            raise
+        except StoreForked:
             raise
         except StoreError as error:
             self._turn_off(at, error)
             return otherwise
         finally:
-            at.leave(num_users)
+            try:
+                at.leave(user)
+            except KeyboardInterrupt:  # one that came before it was done
+                at.leave(user)
+                raise
 
     def _turn_off(self, at: Attachment, error: StoreError) -> None:
         with self._state:
             if self._attachment is not at:
                 return
             self._attachment = None
-            self._last_slab = at.slab
+            self._forget_remains()
+            if not at.slab.is_removed:  # held open, it would go on to take room
+                self._remains = Remains(at.slab)
             self.down = error
         self.metrics.event("local_down", directory=str(self.config.directory), reason=str(error))
         at.retire(damaged=True)
 
+    def _forget_remains(self) -> None:
+        if self._remains is not None:
+            self._remains.close()
+            self._remains = None
+
     def _require_same_process(self) -> None:
-        if self._pid != os.getpid():
+        if self._process != descriptors.process():
             raise StoreForked("this store was opened before fork(): open it again in the child")

@@ -42,7 +42,7 @@ from headwater.storage.local.geometry import (
 )
 from headwater.storage.local.locks import MAX_OWNERS
 from headwater.storage.local.mirror import PageRow, Place
-from headwater.storage.local.slab import Slab
+from headwater.storage.local.slab import SEALED_BYTES, Slab
 
 _RECORD: Final = struct.Struct("<QQIIQQ40s40s32s16sIIQ")
 _COLUMNS: Final = np.dtype(
@@ -58,13 +58,12 @@ _PADDED: Final = struct.Struct(f"<QQIIQQ40s40s32s16sIIQ{RECORD_BYTES - 184}x")
 _USE: Final = struct.Struct("<ddQQ")
 _CHANGE: Final = struct.Struct("<II")
 _EXTENT: Final = struct.Struct("<QQ")
-_NEWEST: Final = struct.Struct("<QQ")  # at CONTROL_AT: the count, and the count by the epoch
 _U64: Final = struct.Struct("<Q")
 _LEFT: Final = struct.Struct("<36sHH")
 _LABEL: Final = struct.Struct("<Q32s16sH")
 _BUSY_AT: Final = CONTROL_AT + 64
 _LEFT_AT: Final = CONTROL_AT + 128
-_NO_PAGE: Final = bytes(NAME_BYTES)
+NO_PAGE: Final = PageName(bytes(NAME_BYTES))
 _NO_KEY: Final = bytes(32)
 _NO_TENANT: Final = bytes(16)
 _EXTENT_CHANGED: Final = 1 << 31  # in an entry of the ring: not a slot, but how an extent is cut
@@ -93,8 +92,8 @@ class Record(NamedTuple):
     generation: int  # how often the slot was given out
     slot_bytes: int
     num_bytes: int = 0
-    name: PageName = PageName(_NO_PAGE)
-    parent: PageName = PageName(_NO_PAGE)
+    name: PageName = NO_PAGE
+    parent: PageName = NO_PAGE
     identity: bytes = _NO_KEY
     tenant: bytes = _NO_TENANT
     depth: int = 0
@@ -211,15 +210,19 @@ class Table:
             strict=True,
         )
         begins = (at * RECORD_BYTES).tolist()
+        depths = columns["depth"][live].tolist()
         pages: list[PageRow] = list(
             zip(
                 [PageName(raw[begin + 40 : begin + 80]) for begin in begins],
-                [PageName(raw[begin + 80 : begin + 120]) for begin in begins],
+                [
+                    PageName(raw[begin + 80 : begin + 120]) if depth else NO_PAGE
+                    for begin, depth in zip(begins, depths, strict=True)
+                ],
                 map(_as_place, places),
                 repeat(slot_bytes),
                 self._priorities(numbers, seeds, now_s)[live].tolist(),
                 columns["expires_ms"][live].tolist(),
-                columns["depth"][live].tolist(),
+                depths,
             )
         )
         free, reserved = (
@@ -257,12 +260,12 @@ class Table:
 
     def newest(self) -> int | None:
         """How many changes were ever made; None where that cannot be believed."""
-        count, check = _NEWEST.unpack(self.slab.read(CONTROL_AT, _NEWEST.size))
-        return count if count ^ self.slab.epoch ^ self._salt == check and count < _MAX_COUNT else None
+        count = self.slab.header.unseal(self.slab.read(CONTROL_AT, SEALED_BYTES))
+        return count if count is not None and count < _MAX_COUNT else None
 
     def set_newest(self, count: int) -> None:
         """Tell everybody of the changes up to this one."""
-        self.slab.write(CONTROL_AT, _NEWEST.pack(count, count ^ self.slab.epoch ^ self._salt))
+        self.slab.write(CONTROL_AT, self.slab.header.seal(count))
 
     def tell(self, after: int, numbers: Iterable[int], extents: Iterable[int]) -> int:
         """Write the changes behind number `after` into the ring. Returns the count to set `newest` to."""
@@ -355,7 +358,7 @@ class Table:
         same = [i for i, one in enumerate(found) if one is not None and one[:2] == (identity, tenant)]
         empty = [i for i, one in enumerate(found) if one is None]
         at = (same or empty or [int.from_bytes(identity[:4], "little") % NUM_LABELS])[0]
-        encoded = text.encode()[:_MAX_LABEL].decode(errors="ignore").encode()
+        encoded = text.encode(errors="replace")[:_MAX_LABEL].decode(errors="ignore").encode()
         body = _LABEL.pack(0, identity, tenant, len(encoded))[8:] + encoded
         raw = _U64.pack(xxh3_64_intdigest(body, seed=self._salt)) + body
         self.slab.write(self.geometry.labels_at + at * LABEL_BYTES, raw.ljust(LABEL_BYTES, b"\0"))
