@@ -104,8 +104,9 @@ _handler = _Handler(_on_fault)  # kept: the C side has only its address
 def _install() -> None:
     global _before
     with _lock:
-        if _before is None:
-            ours = _Action(handler=ctypes.cast(_handler, ctypes.c_void_p), flags=_SIGINFO)
-            before = _Action()
-            if _libc.sigaction(int(signal.SIGBUS), ctypes.byref(ours), ctypes.byref(before)) == 0:
-                _before = before
+        ours = _Action(handler=ctypes.cast(_handler, ctypes.c_void_p), flags=_SIGINFO)
+        before = _Action()
+        _libc.sigaction(int(signal.SIGBUS), None, ctypes.byref(before))
+        if before.handler != ours.handler:  # at first, and where somebody took it from us
+            _libc.sigaction(int(signal.SIGBUS), ctypes.byref(ours), ctypes.byref(before))
+            _before = before
