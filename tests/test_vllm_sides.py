@@ -20,6 +20,7 @@ from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import build, courier
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts
+from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.integrations.vllm.settings import read_config
 from headwater.integrations.vllm.worker import WorkerSide
@@ -386,3 +387,98 @@ def test_blocks_of_a_failed_load_are_reported_with_its_end(clock: FakeClock) -> 
     assert side.finished() == (set(), {"r"})
     assert side.take_bad() == {8, 9, 10}
     assert side.take_bad() == set()
+
+
+# --- nobody waits in the engine's loop --------------------------------------------------------------------------------
+
+
+def _step(side: WorkerSide, orders: Orders) -> tuple[set[str], set[str]]:
+    side.begin(orders)
+    side.load()
+    side.save()
+    return side.finished()
+
+
+def _load(job: int) -> Load:
+    return Load(job=job, store="host", keys=(BlockKey(bytes([job]) * 32),), deadline_s=9e9, slots=(job,))
+
+
+@pytest.mark.fault("C3")
+def test_a_step_waits_for_no_save(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even an empty one: blocks of an ended request are read while others compute."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    side = WorkerSide(_Hands(), clock=clock)
+    for at in range(8):
+        leaving = (("r", (1,), 9e9),) if not at else ()
+        jobs = (_save(1, 5),) if not at else ()
+        assert _step(side, Orders(jobs=jobs, leaving=leaving, idle=True)) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S, "it waited for a save"
+
+
+@pytest.mark.fault("C3")
+def test_a_step_waits_for_no_load_while_another_is_under_way(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    side, flight = WorkerSide(_Hands(), clock=clock), Flight()
+    for at in range(8):
+        idle = flight.begun(computes=not at)  # the first computes, and is not over
+        orders = Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=idle) if not at else Orders(idle=idle)
+        assert _step(side, orders) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S, "it waited beside a step that computes"
+
+
+def test_steps_under_way_are_known_to_compute_or_not() -> None:
+    flight = Flight()
+    assert flight.begun(computes=False)
+    assert not flight.begun(computes=True)
+    assert not flight.begun(computes=False)
+    flight.ended()
+    assert not flight.begun(computes=False), "the second is still under way"
+    flight.ended()
+    assert flight.begun(computes=False)
+    for _ in range(9):
+        flight.ended()
+    assert flight.begun(computes=False)
+
+
+@pytest.mark.fault("C3")
+def test_what_was_said_is_not_held_up_by_another_load(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler has not heard yet that a load ended: steps go on until it has."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    hands = _Hands()
+    side = WorkerSide(hands, overlapping=2, clock=clock)
+    loading = (("a", (1,)), ("b", (2,)))
+    assert _step(side, Orders(jobs=(_load(1), _load(2)), loading=loading, idle=True)) == (set(), set())
+    hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+    assert _step(side, Orders(idle=True)) == (set(), {"a"})
+    assert _step(side, Orders(idle=True)) == (set(), set())
+    assert _step(side, Orders(idle=True)) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S
+
+
+def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of asking again and again, and taking the interpreter from who loads."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    assert _step(side, Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=True)) == (set(), set())
+    waits = threading.Event()
+    wait_for = side._changed.wait_for
+
+    def waiting(*args: Any) -> Any:
+        waits.set()
+        return wait_for(*args)
+
+    def say() -> None:
+        waits.wait(ROOM_S)
+        hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+
+    monkeypatch.setattr(side._changed, "wait_for", waiting)
+    thread = threading.Thread(target=say)
+    thread.start()
+    found = _step(side, Orders(idle=True))
+    thread.join()
+    assert found == (set(), {"r"})
+    assert waits.is_set()

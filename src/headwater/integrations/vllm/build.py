@@ -99,9 +99,18 @@ class OpenWorker:
 
 
 def open_worker(
-    config: ConnectorConfig, device: "RegisteredCache", *, identity: CacheIdentity, rank: int, world: int
+    config: ConnectorConfig,
+    device: "RegisteredCache",
+    *,
+    identity: CacheIdentity,
+    rank: int,
+    world: int,
+    overlapping: int = 1,
 ) -> OpenWorker:
-    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log."""
+    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log.
+
+    `overlapping`: steps that vLLM begins before it has heard of the first of them.
+    """
     from headwater.transfer.staging import TorchStaging
 
     metrics = Metrics()
@@ -130,7 +139,7 @@ def open_worker(
             threads_per_store=config.threads_per_store,
         )
         stack.callback(hands.close, _DRAIN_S)
-        side = WorkerSide(hands, rank=rank)
+        side = WorkerSide(hands, rank=rank, overlapping=overlapping)
         return OpenWorker(side, hands, stores, metrics, stack.pop_all())
     raise AssertionError  # the stack swallows nothing
 

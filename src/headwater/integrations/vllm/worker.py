@@ -2,9 +2,13 @@
 
 Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
 and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/worker.py`): vLLM itself never
-gives up waiting. Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them
-go: when everything was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a
-preempted request are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
+gives up waiting. A step waits for nothing, with one exception: while loads are all that the engine has to do (the
+scheduler says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step
+waits until one has ended, a millisecond at most.
+
+Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
+was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
+are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
 
 No vLLM here, no torch.
 """
@@ -24,7 +28,7 @@ from headwater.transfer.verdict import num_good
 log: Final = logging.getLogger("headwater")
 
 _FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
-_IDLE_S: Final = 0.05  # that a step which computes nothing waits: the engine's thread would only be in the way
+_IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is computed: who spins takes their interpreter
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
 
 
@@ -47,15 +51,18 @@ class JobHands(Protocol):
 class WorkerSide:
     """Carries a rank's orders out. Called from the worker's thread; what becomes of jobs is heard from others."""
 
-    def __init__(self, hands: JobHands, *, rank: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, hands: JobHands, *, rank: int = 0, overlapping: int = 1, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said."""
         self._hands = hands
+        self._overlapping = overlapping
         self._rank = rank
         self._clock = clock
         self._changed = threading.Condition()
         self._orders = Orders()
         self._live: dict[int, Load | Save] = {}  # jobs that have not ended
         self._reading: set[int] = set()  # saves that have not read their blocks
-        self._idle = False  # the step computes nothing
+        self._idle = False  # nothing is computed, and loads are waited for
+        self._num_silent = 0  # steps since anything was said that the scheduler can go on with
         self._events: list[Event] = []
         self._bad: set[int] = set()  # blocks that failed to load, to be reported
         self._loading: dict[str, set[int]] = {}  # requests that wait: jobs that have not ended
@@ -114,10 +121,10 @@ class WorkerSide:
     def finished(self) -> tuple[set[str], set[str]]:
         """Ended requests whose blocks are read no more, and requests whose loads have all ended. Says each once.
 
-        Blocks, for `_IDLE_S` at most, if the step computes nothing and there is something to wait for.
+        Blocks, for `_IDLE_S` at most, where the engine has nothing to do but to wait for loads, and has heard all.
         """
         with self._changed:
-            if self._idle and (self._loading or self._leaving):
+            if self._idle and self._loading and self._num_silent >= self._overlapping:
                 self._changed.wait_for(lambda: self._loaded() or self._left(), _IDLE_S)
         now_s = self._clock.monotonic()
         overdue: set[int] = set()
@@ -132,6 +139,7 @@ class WorkerSide:
                 if now_s >= until_s:
                     overdue |= jobs & self._reading
         self._cancel(overdue)
+        self._num_silent = 0 if left or loaded else self._num_silent + 1
         return left, loaded
 
     def take_bad(self) -> set[int]:
