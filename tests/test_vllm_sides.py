@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.cache.placement import Tier
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
@@ -147,7 +148,8 @@ def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> None:
+def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier, "DROPPED_S", 0.2)  # else one bad first block makes all turns miss, on a slow machine
     faults = Faults(
         get_fails=0.03, get_misses=0.03, flips_byte=0.05, cuts_tail=0.03, contains_lies=0.02, put_fails=0.02
     )
@@ -482,3 +484,106 @@ def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, mo
     thread.join()
     assert found == (set(), {"r"})
     assert waits.is_set()
+
+
+# --- nothing is dropped that fits -------------------------------------------------------------------------------------
+
+
+def _slow_saves(engine: FakeEngine, gate: threading.Event) -> None:
+    """No save reads anything before the gate is open."""
+    hands = engine.worker.sides[0]._hands._hands  # type: ignore[attr-defined]
+    save = hands._save
+
+    def slow(job: Any, order: Any) -> Any:
+        gate.wait(ROOM_S)
+        return save(job, order)
+
+    hands._save = slow
+
+
+def _dropped(engine: FakeEngine) -> dict[str, float]:
+    found = engine.scheduler.cache.metrics.counters()
+    return {title: num for title, num in found.items() if title.startswith("dropped_blocks_total")}
+
+
+def _until_none(engine: FakeEngine) -> None:
+    """Until no request is there; some may still be saved."""
+    until = time.monotonic() + ROOM_S / 2
+    while engine.requests:
+        engine.step()
+        assert time.monotonic() < until, [(one.request_id, one.status) for one in engine.requests]
+        time.sleep(0)
+
+
+@pytest.mark.fault("C2")
+def test_a_prompt_as_long_as_the_device_is_saved_whole(disk: Path) -> None:
+    """However many bytes wait: they are vLLM's own blocks."""
+    gate = threading.Event()
+    prompt = list(range(1, 62 * SIZE + 2))
+    with engine_of(disk, num_blocks=64) as engine:
+        engine.scheduler.cache.brain.jobs.block_bytes = 1 << 30  # as the brain counts
+        _slow_saves(engine, gate)
+        engine.add(FakeRequest("a", prompt, 1))
+        _until_none(engine)  # all of it was computed, and waits to be saved
+        gate.set()
+        run(engine)
+        assert _dropped(engine) == {}
+    with engine_of(disk) as two:
+        two.add(FakeRequest("b", prompt, 1))
+        run(two)
+        assert two.scheduler.cache.metrics.value("hit_tokens_total") == 62 * SIZE
+
+
+@pytest.mark.fault("C2")
+def test_no_bytes_are_too_many(disk: Path) -> None:
+    tier = read_config({"host_directory": None, "disk_directory": str(disk), "save_timeout_s": 7}).tier("disk")
+    here = Tier(tier, 1)
+    here.queued_save_bytes = 1 << 50
+    assert here.refuses_save(1 << 40, 0.0) is None, "nobody knows how slow it is"
+    here.saving.measured(1 << 30, 1.0, 0.0)
+    assert here.refuses_save(1 << 40, 0.0) == "too_slow"
+    here.queued_save_bytes = 6 << 30
+    assert here.refuses_save(1 << 30, 0.0) is None
+    assert here.refuses_save(2 << 30, 0.0) == "too_slow"
+
+
+def test_blocks_that_are_needed_are_not_kept_for_saves(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that finds no room waits a moment, and then gets what was only kept to be saved."""
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", 0.0)
+    gate = threading.Event()
+    with engine_of(disk, num_blocks=16, free_timeout_s=ROOM_S) as engine:
+        _slow_saves(engine, gate)
+        try:
+            engine.add(FakeRequest("a", list(range(1, 14 * SIZE + 2)), 1))
+            _until_none(engine)
+            engine.add(FakeRequest("b", list(range(1000, 1000 + 12 * SIZE)), 1))
+            _until_none(engine)  # else it waits for a save that does not go on
+            assert sum(_dropped(engine).values()) >= 14, "what was given up is counted"
+        finally:
+            gate.set()
+
+
+def test_who_ends_while_others_wait_has_its_time_too(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that always has a queue saves all the same."""
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", ROOM_S)
+    with engine_of(disk, num_blocks=16) as engine:
+        for at in range(6):  # there is room for one of them, beside nobody who is being saved
+            engine.add(FakeRequest(str(at), list(range(1000 * at, 1000 * at + 12 * SIZE)), 1))
+            _until_none(engine)
+        run(engine)
+        assert _dropped(engine) == {}
+        assert engine.scheduler.cache.metrics.value("requests_total", outcome="served") == 6
+
+
+def test_nobody_in_need_leaves_saves_alone(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", 0.0)
+    gate = threading.Event()
+    with engine_of(disk, num_blocks=64) as engine:
+        _slow_saves(engine, gate)
+        engine.add(FakeRequest("a", list(range(1, 14 * SIZE + 2)), 1))
+        _until_none(engine)
+        engine.add(FakeRequest("b", list(range(1000, 1000 + 12 * SIZE)), 1))
+        _until_none(engine)
+        gate.set()
+        run(engine)
+        assert _dropped(engine) == {}

@@ -279,7 +279,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be free soon."""
-        return self._scheduler is not None and self._scheduler.side.is_freeing
+        return self._scheduler is not None and self._scheduler.side.is_freeing()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Where vLLM says which blocks it has on the device."""

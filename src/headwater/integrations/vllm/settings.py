@@ -32,6 +32,7 @@ _HOST_SHARE: Final = 8  # one in so many bytes of the machine's memory, and
 _TMPFS_SHARE: Final = 4  # of the file system's that the host tier lies on, whichever is less
 _DISK_SHARE: Final = 16  # of the disk
 _MOST_DISK: Final = 256 << 30
+_ANY_BYTES: Final = (1 << 62) - 1
 
 
 def _disk_directory() -> Path:
@@ -120,12 +121,18 @@ class ConnectorConfig:
         self.tier("host")  # it checks the other seconds
 
     def tier(self, name: str) -> TierConfig:
-        """How the brain uses one store."""
+        """How the brain uses one store.
+
+        What waits to be written is bounded by time alone: it has no memory but vLLM's own blocks, of which vLLM has so
+        many, and which it gets back when it needs them.
+        """
         return TierConfig(
             name=name,
             look_timeout_s=self.look_timeout_s,
             load_timeout_s=self.load_timeout_s,
             save_timeout_s=self.save_timeout_s,
+            max_queued_bytes=_ANY_BYTES,
+            max_queued_s=self.save_timeout_s,
         )
 
 

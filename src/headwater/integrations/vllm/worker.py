@@ -116,6 +116,9 @@ class WorkerSide:
         with self._changed:
             for request, jobs, until_s in self._orders.leaving:
                 self._leaving[request] = (set(jobs), until_s)
+            for request in self._orders.released:
+                if request in self._leaving:
+                    self._leaving[request] = (self._leaving[request][0], 0.0)
         self._orders = Orders()
 
     def finished(self) -> tuple[set[str], set[str]]:
