@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Store
+from headwater.storage.base import SYSTEM_CLOCK, Deadline, Store
 from headwater.storage.local import directory
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -38,12 +38,14 @@ from headwater.transfer.worker import Worker
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.registered import RegisteredCache
+    from headwater.transfer.staging import TorchStaging
 
 log: Final = logging.getLogger("headwater")
 
 _STAGING_PAGES: Final = 256  # at most, and
 _STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel to stores that have no address, but
 _LEAST_STAGING: Final = 8
+_READY_S: Final = 4.0  # at the beginning, for memory to be registered; a large slab takes longer, beside requests
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
@@ -88,9 +90,29 @@ class OpenWorker:
 
     side: WorkerSide
     hands: Worker
+    staging: "TorchStaging"
     stores: Mapping[str, Store]
     metrics: Metrics
     stack: ExitStack
+
+    def get_ready(self, say: Callable[[str], None], *, timeout_s: float = _READY_S) -> None:
+        """Do what a first request would have to wait for: register the stores' memory. Blocks; tells what it does.
+
+        After `timeout_s` the rest goes on beside requests, which go through pinned pages meanwhile.
+        """
+        until = Deadline.after(timeout_s)
+        for name, store in self.stores.items():
+            in_place = store.addressable()
+            memory = in_place.memory() if in_place is not None else None
+            if memory is None or not self.staging.on_gpu:
+                continue
+            size = f"{memory.nbytes / (1 << 30):.1f} GiB of the {name} tier"
+            say(f"{size} are being registered with the GPU")
+            begin_s = SYSTEM_CLOCK.monotonic()
+            if self.staging.register(memory, timeout_s=until.remaining_s):
+                say(f"{size} are registered, after {SYSTEM_CLOCK.monotonic() - begin_s:.1f} s")
+            else:
+                say(f"{size} go on being registered; until then blocks go through pinned pages, which is slower")
 
     def close(self, timeout_s: float = _DRAIN_S) -> None:
         """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
@@ -140,7 +162,7 @@ def open_worker(
         )
         stack.callback(hands.close, _DRAIN_S)
         side = WorkerSide(hands, rank=rank, overlapping=overlapping)
-        return OpenWorker(side, hands, stores, metrics, stack.pop_all())
+        return OpenWorker(side, hands, staging, stores, metrics, stack.pop_all())
     raise AssertionError  # the stack swallows nothing
 
 

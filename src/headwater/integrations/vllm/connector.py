@@ -138,6 +138,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             world=world,
             overlapping=config.max_concurrent_batches,
         )
+        self._worker.get_ready(lambda told: log.info("Headwater: %s", told))
         self._counted = Counted(self._worker.metrics)
         self._facts = RankFacts(
             rank=rank,
