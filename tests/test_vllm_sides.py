@@ -587,3 +587,39 @@ def test_nobody_in_need_leaves_saves_alone(disk: Path, monkeypatch: pytest.Monke
         gate.set()
         run(engine)
         assert _dropped(engine) == {}
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("C3")
+def test_a_look_is_answered_in_the_schedulers_own_call(disk: Path) -> None:
+    """However much the worker wrote since: scheduler and worker of one process have the stores open once."""
+    num_blocks = 300
+    prompt = [at % 1000 for at in range(1, num_blocks * SIZE + 2)]
+    with engine_of(disk, num_blocks=num_blocks + 4) as engine:
+        asked: list[Any] = []
+        eyes = engine.scheduler._courier._eyes
+        submit = eyes.submit
+
+        def watched(instructions: Any) -> None:
+            asked.extend(instructions)
+            submit(instructions)
+
+        eyes.submit = watched  # type: ignore[method-assign]
+        for name in ("a", "b"):
+            request = FakeRequest(name, prompt, 1)
+            assert engine.scheduler.matched(request, 0)[0] == (0 if name == "a" else num_blocks * SIZE)
+            engine.add(request)
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert asked == [], "somebody else had to look"
+
+
+def test_what_is_open_in_a_process_is_open_once(disk: Path) -> None:
+    with engine_of(disk), engine_of(disk) as two:
+        shared = list(build._shared.values())
+        assert [one.num_users for one in shared] == [4], "two schedulers, two workers"
+        two.add(FakeRequest("a", list(range(30)), 1))
+        run(two)
+    assert not build._shared

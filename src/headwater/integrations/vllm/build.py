@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -68,6 +69,45 @@ class _NoPages:
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Not here."""
         raise InvalidConfig("the scheduler has no blocks")
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Tiers that are open in this process, and how many use them."""
+
+    stores: Mapping[str, Store]
+    stack: ExitStack
+    num_users: int = 0
+
+
+_shared: Final[dict[Hashable, _Shared]] = {}
+_sharing: Final = threading.Lock()
+
+
+@contextmanager
+def shared_tiers(config: ConnectorConfig, metrics: Metrics) -> Iterator[Mapping[str, Store]]:
+    """The tiers of a process, opened once: scheduler and worker are in one where there is one GPU.
+
+    So the scheduler sees at once what the worker wrote, and nobody reads that back from the index. `metrics` of who
+    comes first count what stores count.
+    """
+    where = (config.host_directory, config.host_bytes), (config.disk_directory, config.disk_bytes), config.pool
+    key = os.getpid(), open_tiers, where
+    with _sharing:
+        found = _shared.get(key)
+        if found is None:
+            with ExitStack() as stack:
+                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+                found = _shared[key] = _Shared(stores, stack.pop_all())
+        found.num_users += 1
+    try:
+        yield found.stores
+    finally:
+        with _sharing:
+            found.num_users -= 1
+            if not found.num_users:
+                del _shared[key]
+                found.stack.close()
 
 
 def sized(config: ConnectorConfig) -> ConnectorConfig:
@@ -138,7 +178,7 @@ def open_worker(
     metrics = Metrics()
     stack = ExitStack()
     with stack:
-        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        stores = stack.enter_context(shared_tiers(config, metrics))
         if not stores:
             raise InvalidConfig("no tier can be had (see the log): leave the connector out, or give it a directory")
         page = frame_bytes(device.layout.plane_bytes)
@@ -208,7 +248,7 @@ def open_scheduler(
     metrics = Metrics()
     stack = ExitStack()
     with stack:
-        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        stores = stack.enter_context(shared_tiers(config, metrics))
         first = ranks[0]
         cache_config = CacheConfig(
             num_slots=first.num_blocks,
