@@ -336,6 +336,7 @@ def test_what_we_cannot_store_is_refused_by_name() -> None:
         (_engine(full, speculative_config=SimpleNamespace(method="eagle")), "eagle"),
         (_engine(full, cache_config=SimpleNamespace(calculate_kv_scales=True)), "scales"),
         (_engine(full, load_config=SimpleNamespace(load_format="dummy")), "dummy"),
+        (_engine(full, model_config=SimpleNamespace(enable_sleep_mode=True)), "enable_sleep_mode"),
     ]
     for engine, word in wrong:
         with pytest.raises(InvalidConfig, match=word):

@@ -623,3 +623,70 @@ def test_what_is_open_in_a_process_is_open_once(disk: Path) -> None:
         two.add(FakeRequest("a", list(range(30)), 1))
         run(two)
     assert not build._shared
+
+
+# --- a reset ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("C5")
+def test_after_a_reset_nothing_of_before_is_found(disk: Path) -> None:
+    """Weights may have changed, and be the old ones again at a restart."""
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        for name, hit in (("a", 0), ("b", 40)):
+            engine.add(FakeRequest(name, prompt, 1))
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
+        engine.scheduler.reset()
+        for name, hit in (("c", 40), ("d", 80)):
+            engine.add(FakeRequest(name, prompt, 1))
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
+        engine.scheduler.reset()
+        assert engine.scheduler.matched(FakeRequest("e", prompt, 1), 0) == (0, False)
+    with engine_of(disk) as again:
+        assert again.scheduler.matched(FakeRequest("f", prompt, 1), 0)[0] == 40, "the checkpoint's own are still there"
+
+
+@pytest.mark.fault("C5")
+def test_who_runs_when_all_is_reset_is_not_cached(disk: Path) -> None:
+    with engine_of(disk) as engine:
+        request = FakeRequest("a", list(range(1, 42)), 3)
+        engine.add(request)
+        while request.num_computed_tokens < 24:
+            engine.step()
+        engine.scheduler.reset()
+        stored = engine.scheduler.cache.brain.jobs._next
+        run(engine)
+        assert request.status == "over"
+        assert engine.scheduler.cache.brain.jobs._next == stored, "something of it was looked up, loaded or saved"
+        assert not engine.scheduler._disowned
+
+
+@pytest.mark.fault("C5")
+def test_what_is_being_loaded_when_all_is_reset_has_failed(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        engine.add(FakeRequest("a", prompt, 1))
+        run(engine)
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        request = FakeRequest("b", prompt, 1)
+        num, beside = engine.scheduler.matched(request, 0)
+        assert (num, beside) == (40, True)
+        engine.scheduler.allocated(request, list(range(10)), num)
+        engine.scheduler.reset()
+        engine.worker.begin(engine.scheduler.orders(lambda _: range(10)))
+        engine.worker.load()
+        engine.worker.save()
+        until = time.monotonic() + ROOM_S
+        received: set[str] = set()
+        while not received:
+            _, received = engine.worker.finished()
+            assert time.monotonic() < until
+        assert received == {"b"}
+        bad = engine.worker.take_bad()
+        assert bad == set(range(10))
+        engine.scheduler.heard(engine.worker.report(), ())
+        assert not engine.scheduler.finished(request, list(range(10)))

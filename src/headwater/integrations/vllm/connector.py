@@ -282,6 +282,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether blocks of ended requests will be free soon."""
         return self._scheduler is not None and self._scheduler.side.is_freeing()
 
+    def reset_cache(self) -> bool | None:
+        """Find nothing any more of what was stored by now (`reset_prefix_cache(reset_connector=True)`)."""
+        if self._scheduler is not None:
+            self._scheduler.side.reset()
+            log.info("Headwater: reset. Blocks have new names from now on; nothing was deleted")
+        return True
+
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Where vLLM says which blocks it has on the device."""
         self._pool = gpu_block_pool

@@ -100,6 +100,7 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         self._next = _Next()
         self._leaving: dict[str, float] = {}  # ended requests whose blocks vLLM keeps for us, since when
+        self._disowned: set[str] = set()  # requests that ran when everything was named anew: they are not cached
         self._in_need: set[str] = set()  # requests that could have blocks since the last step, and did not get any
         self._starves = False  # one that runs did not get any
 
@@ -125,6 +126,8 @@ class SchedulerSide:
     def _track(self, request: Any) -> _Tracked | None:
         one = self._tracked.get(request.request_id)
         if one is None:
+            if request.request_id in self._disowned:
+                return None
             prompt = self._namer.prompt(request)
             if prompt is None:
                 return None
@@ -285,6 +288,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """A request ended, in whatever way. True: its blocks are being read, and stay until a worker says so."""
+        self._disowned.discard(request.request_id)
         one = self._tracked.get(request.request_id)
         if one is None or one.asked_s is None:
             self._tracked.pop(request.request_id, None)
@@ -312,6 +316,21 @@ class SchedulerSide:
         """Whether blocks will be free soon that are not now. VLLM asks when a running request cannot have any."""
         self._starves = True
         return bool(self._leaving)
+
+    def reset(self) -> None:
+        """Nothing that was computed by now is to be used any more, nor what comes of it. O(1), but for who is here.
+
+        Who has blocks may have computed some of them before and some after: they are not cached, and what is being
+        loaded for them has failed. What is being saved of ended requests has its old name.
+        """
+        self._namer.renew()
+        for name, one in list(self._tracked.items()):
+            if one.lent:
+                self._disowned.add(name)
+                self._vacate(one)
+            else:
+                self._forget(one)
+            del self._tracked[name]
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End; idempotent. False: a store did not let go."""
