@@ -3,7 +3,7 @@
 Adapters count by content, multimodal input by the hash that vLLM made of it, at its positions; a salt makes a tenant.
 Prompts given as embeddings have no tokens: they are not cached. When vLLM says that what was computed is not to be used
 any more (weights that were changed in place), a *generation*, drawn at random, is part of all names from then on: what
-has an old name stays where it is, and is not asked for any more. No vLLM here: a request is whatever has its attributes.
+has an old name stays where it is, and is not asked for any more. No vLLM here: a request is what has its attributes.
 """
 
 import hashlib
