@@ -4,6 +4,7 @@ The engine checks every byte that it computes with; these tests see to it that t
 """
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -327,9 +328,13 @@ class _Hands:
     def __init__(self) -> None:
         self.deliver: Any = None
         self.given: list[Any] = []
+        self.hurries: list[bool] = []
 
     def submit(self, instructions: Any) -> None:
         self.given += instructions
+
+    def stand_back(self, *, hurry: bool) -> None:
+        self.hurries.append(hurry)
 
     def say(self, event: Event) -> None:
         self.deliver(event)
@@ -484,6 +489,30 @@ def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, mo
     thread.join()
     assert found == (set(), {"r"})
     assert waits.is_set()
+
+
+def test_saves_stand_back_while_a_step_is_launched(clock: FakeClock) -> None:
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    side.begin(Orders())
+    assert hands.hurries == [True]
+    side.load()
+    side.save()
+    assert hands.hurries == [True, False]
+    side.begin(Orders(idle=True))
+    assert hands.hurries[-1] is False, "nothing is launched"
+    side.save()
+    side.begin(Orders(vacated=(1,)))
+    assert hands.hurries[-1] is False, "blocks are wanted back: what reads them has to go on"
+
+
+def test_the_interpreter_is_shared_as_was_asked_and_only_then(disk: Path) -> None:
+    before = sys.getswitchinterval()
+    with engine_of(disk):
+        assert sys.getswitchinterval() == before
+    with engine_of(disk, switch_interval_s=0.001):
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    assert sys.getswitchinterval() == before
 
 
 # --- nothing is dropped that fits -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -178,6 +179,9 @@ def open_worker(
     metrics = Metrics()
     stack = ExitStack()
     with stack:
+        if config.switch_interval_s is not None:
+            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(config.switch_interval_s)
         stores = stack.enter_context(shared_tiers(config, metrics))
         if not stores:
             raise InvalidConfig("no tier can be had (see the log): leave the connector out, or give it a directory")

@@ -80,6 +80,7 @@ class ConnectorConfig:
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
+    switch_interval_s: float | None = None  # how long our threads may keep vLLM's interpreter; None: as it is
     record: Path | None = None  # all that the brain hears is written to this file, with the process' number behind it
     record_bytes: int = RECORD_BYTES  # how large it may get
 
@@ -117,7 +118,8 @@ class ConnectorConfig:
             ResidencyConfig(url=self.residency, node=default_node() if self.node is None else self.node)
         elif self.node is not None:
             raise InvalidConfig("a node's name is for the residency index: say where that is, or leave the name out")
-        TierConfig(name="free", look_timeout_s=self.free_timeout_s)  # seconds are checked there
+        for seconds in (self.free_timeout_s, *([] if self.switch_interval_s is None else [self.switch_interval_s])):
+            TierConfig(name="free", look_timeout_s=seconds)  # seconds are checked there
         self.tier("host")  # it checks the other seconds
 
     def tier(self, name: str) -> TierConfig:

@@ -47,6 +47,10 @@ class JobHands(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
+    def stand_back(self, *, hurry: bool) -> None:
+        """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
+        ...
+
 
 class WorkerSide:
     """Carries a rank's orders out. Called from the worker's thread; what becomes of jobs is heard from others."""
@@ -74,9 +78,11 @@ class WorkerSide:
     def begin(self, orders: Orders) -> None:
         """A step begins, and with it blocks may get other owners. Blocks a moment if they are still being read."""
         self._orders = orders.on_clock(self._clock.monotonic())
+        self._hands.stand_back(hurry=not orders.idle)  # the step is launched now, and the device waits for it
         vacated = set(orders.vacated)
         if not vacated:
             return
+        self._hands.stand_back(hurry=False)
         with self._changed:
             self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
             late = self._reading & vacated
@@ -111,6 +117,7 @@ class WorkerSide:
 
     def save(self) -> None:
         """Begin the step's saves: what they read was computed in steps before. Does not block."""
+        self._hands.stand_back(hurry=False)
         saves = [one for one in self._orders.jobs if isinstance(one, Save)]
         self._submit(saves)
         with self._changed:
