@@ -62,6 +62,7 @@ def test_options_are_those_of_our_own_server() -> None:
         ({"node": "a"}, "residency index"),
         ({"min_load_blocks": 0}, "min_load_blocks"),
         ({"switch_interval_s": 0}, "seconds"),
+        ({"layout": 3}, "layout must be text"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], word: str) -> None:

@@ -104,6 +104,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:  # vLLM reads it after this; by default it fails a request whose load did
             transfer.kv_load_failure_policy = self._config.on_failed_load.value
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """How vLLM shall lay out its KV, if that was asked for; vLLM says which layouts a backend has."""
+        return read_config(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A save that is dropped is a miss later, and nothing else."""

@@ -80,6 +80,7 @@ class ConnectorConfig:
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
+    layout: str | None = None  # of vLLM's KV, by vLLM's own name; None: vLLM decides
     switch_interval_s: float | None = None  # how long our threads may keep vLLM's interpreter; None: as it is
     record: Path | None = None  # all that the brain hears is written to this file, with the process' number behind it
     record_bytes: int = RECORD_BYTES  # how large it may get
@@ -108,7 +109,7 @@ class ConnectorConfig:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except ValueError as error:
                 raise InvalidConfig(f"{name} is one of {', '.join(kind)}, not {getattr(self, name)!r}") from error
-        for name in ("pool", "residency", "node"):
+        for name in ("pool", "residency", "node", "layout"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"{name} must be text, not {value!r}")
