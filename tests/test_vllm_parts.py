@@ -115,6 +115,38 @@ def test_layers_side_by_side_are_one_plane() -> None:
     assert not everything[:5].any()
 
 
+@pytest.mark.fault("C7")
+def test_padded_pages_of_layers_behind_each_other_are_planes() -> None:
+    everything = torch.zeros(3, 6, 16, dtype=torch.uint8)  # layer, block, bytes, of which four are padding
+    layers = {f"layer.{at}": everything[at, :, :12] for at in range(3)}
+    cache = RegisteredCache(layers, num_blocks=6, block_tokens=4)
+    assert cache.layout.plane_bytes == (16, 16, 16)
+    _same(cache, 5, 1)
+    assert everything[:, 5].all()
+    assert not everything[:, :5].any()
+
+
+@pytest.mark.fault("C7")
+def test_padding_that_is_not_there_is_said() -> None:
+    flat = torch.zeros(5 * 16 + 12, dtype=torch.uint8)
+    with pytest.raises(InvalidLayout, match=r"12 bytes, 16 from one to the next"):
+        RegisteredCache({"a": flat.as_strided((6, 12), (16, 1))}, num_blocks=6, block_tokens=4)
+    flat = torch.zeros(200, dtype=torch.uint8)
+    layers = {"a": flat.as_strided((6, 12), (16, 1)), "b": flat[32:].as_strided((6, 12), (16, 1))}
+    with pytest.raises(InvalidLayout, match="overlap"):
+        RegisteredCache(layers, num_blocks=6, block_tokens=4)
+
+
+@pytest.mark.fault("C7")
+def test_the_stride_of_a_dimension_of_one_means_nothing() -> None:
+    flat = torch.zeros(6 * 16, dtype=torch.uint8)
+    facts = [
+        RegisteredCache({"a": flat.as_strided((6, 1, 16), (16, odd, 1))}, num_blocks=6, block_tokens=4).facts
+        for odd in (16, 5)
+    ]
+    assert facts[0] == facts[1]
+
+
 def test_layers_that_share_their_kv_are_stored_once() -> None:
     tensor = torch.zeros(6, 16)
     cache = RegisteredCache({"a": tensor, "b": tensor}, num_blocks=6, block_tokens=4)
