@@ -66,11 +66,17 @@ class HeadwaterProm(KVConnectorPromMetrics):
         }
 
     def _counter(self, name: str, family: Family, labelnames: list[str]) -> Any:
-        """A family's counter; of one process there is one, however many engines come and go in it."""
+        """A family's counter; of one process there is one, however many engines come and go in it.
+
+        But for those with vLLM's prefix: it takes them off with each new engine.
+        """
         labels = (*labelnames, *(_ours(label, labelnames) for label in family.labels))
         made = (self._counter_cls, name, labels)
-        if made not in _made:
+        try:
             _made[made] = self._counter_cls(name=name, documentation=family.help, labelnames=list(labels))
+        except ValueError:  # it is there
+            if made not in _made:
+                raise
         return _made[made]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
