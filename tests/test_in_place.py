@@ -1,6 +1,7 @@
 """Blocks straight into a slab and straight out of it: bit for bit, nothing left reserved, no wrong byte ever."""
 
 import logging
+import mmap
 import os
 import random
 import select
@@ -9,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,56 @@ def test_memory_is_registered_once_however_many_jobs_come_at_once(
         assert caplog.text.count("cannot be registered") == 1
         staging.close()
         assert not pinned
+
+
+@pytest.mark.fault("C1")
+def test_memory_that_is_being_registered_is_not_used_yet(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody waits for it: jobs go through pages until it is there."""
+    go_on = threading.Event()
+
+    class Pin:
+        def release(self) -> None:
+            pass
+
+    def pin(memory: memoryview, address: int) -> Pin | str:
+        assert go_on.wait(WAIT_S)
+        return Pin()
+
+    monkeypatch.setattr(cuda, "pin", pin)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    with create_kv_cache(LAYOUT, 2) as planes, create_host_cache(FRAME_BYTES, 2) as pages:
+        staging = TorchStaging(planes, pages)
+        memory = memoryview(mmap.mmap(-1, 1 << 20))
+        assert staging.register(memory, timeout_s=0.0), "a CPU reaches it as it is"
+        staging._cuda = True
+        try:
+            assert not staging.register(memory, timeout_s=0.01)
+            assert not staging.reaches(memory)
+        finally:
+            go_on.set()
+        wait_until(lambda: staging.reaches(memory))
+        other = memoryview(mmap.mmap(-1, 1 << 20))
+        assert staging.register(other, timeout_s=WAIT_S)
+        assert staging.reaches(other)
+        staging.close()
+
+
+def test_populated_memory_is_there_and_holds_what_it_held(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_POPULATED_BYTES", 1 << 16)
+    path = shm / "memory"
+    size = (1 << 18) + 4096
+    path.write_bytes(b"")
+    os.truncate(path, size)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapping:
+        mapping[5000:5003] = b"abc"
+        before = os.stat(path).st_blocks
+        with memoryview(mapping) as memory:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            done = cuda.populate(memory, address)
+        assert mapping[5000:5003] == b"abc"
+        assert mapping[:5000] == bytes(5000)
+        if done:  # else the kernel cannot
+            assert os.stat(path).st_blocks * 512 >= size > before * 512
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ def test_options_are_those_of_our_own_server() -> None:
         ({"residency": "ftp://x"}, "a residency index is at"),
         ({"node": "a"}, "residency index"),
         ({"min_load_blocks": 0}, "min_load_blocks"),
+        ({"switch_interval_s": 0}, "seconds"),
+        ({"layout": 3}, "layout must be text"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], word: str) -> None:
@@ -111,6 +113,38 @@ def test_layers_side_by_side_are_one_plane() -> None:
     _same(cache, 5, 1)
     assert everything[5].all()
     assert not everything[:5].any()
+
+
+@pytest.mark.fault("C7")
+def test_padded_pages_of_layers_behind_each_other_are_planes() -> None:
+    everything = torch.zeros(3, 6, 16, dtype=torch.uint8)  # layer, block, bytes, of which four are padding
+    layers = {f"layer.{at}": everything[at, :, :12] for at in range(3)}
+    cache = RegisteredCache(layers, num_blocks=6, block_tokens=4)
+    assert cache.layout.plane_bytes == (16, 16, 16)
+    _same(cache, 5, 1)
+    assert everything[:, 5].all()
+    assert not everything[:, :5].any()
+
+
+@pytest.mark.fault("C7")
+def test_padding_that_is_not_there_is_said() -> None:
+    flat = torch.zeros(5 * 16 + 12, dtype=torch.uint8)
+    with pytest.raises(InvalidLayout, match=r"12 bytes, 16 from one to the next"):
+        RegisteredCache({"a": flat.as_strided((6, 12), (16, 1))}, num_blocks=6, block_tokens=4)
+    flat = torch.zeros(200, dtype=torch.uint8)
+    layers = {"a": flat.as_strided((6, 12), (16, 1)), "b": flat[32:].as_strided((6, 12), (16, 1))}
+    with pytest.raises(InvalidLayout, match="overlap"):
+        RegisteredCache(layers, num_blocks=6, block_tokens=4)
+
+
+@pytest.mark.fault("C7")
+def test_the_stride_of_a_dimension_of_one_means_nothing() -> None:
+    flat = torch.zeros(6 * 16, dtype=torch.uint8)
+    facts = [
+        RegisteredCache({"a": flat.as_strided((6, 1, 16), (16, odd, 1))}, num_blocks=6, block_tokens=4).facts
+        for odd in (16, 5)
+    ]
+    assert facts[0] == facts[1]
 
 
 def test_layers_that_share_their_kv_are_stored_once() -> None:
@@ -336,6 +370,7 @@ def test_what_we_cannot_store_is_refused_by_name() -> None:
         (_engine(full, speculative_config=SimpleNamespace(method="eagle")), "eagle"),
         (_engine(full, cache_config=SimpleNamespace(calculate_kv_scales=True)), "scales"),
         (_engine(full, load_config=SimpleNamespace(load_format="dummy")), "dummy"),
+        (_engine(full, model_config=SimpleNamespace(enable_sleep_mode=True)), "enable_sleep_mode"),
     ]
     for engine, word in wrong:
         with pytest.raises(InvalidConfig, match=word):

@@ -4,6 +4,7 @@ The engine checks every byte that it computes with; these tests see to it that t
 """
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from headwater.cache.placement import Tier
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import build, courier
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts
+from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.integrations.vllm.settings import read_config
 from headwater.integrations.vllm.worker import WorkerSide
@@ -146,7 +149,8 @@ def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> None:
+def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier, "DROPPED_S", 0.2)  # else one bad first block makes all turns miss, on a slow machine
     faults = Faults(
         get_fails=0.03, get_misses=0.03, flips_byte=0.05, cuts_tail=0.03, contains_lies=0.02, put_fails=0.02
     )
@@ -324,9 +328,13 @@ class _Hands:
     def __init__(self) -> None:
         self.deliver: Any = None
         self.given: list[Any] = []
+        self.hurries: list[bool] = []
 
     def submit(self, instructions: Any) -> None:
         self.given += instructions
+
+    def stand_back(self, *, hurry: bool) -> None:
+        self.hurries.append(hurry)
 
     def say(self, event: Event) -> None:
         self.deliver(event)
@@ -386,3 +394,329 @@ def test_blocks_of_a_failed_load_are_reported_with_its_end(clock: FakeClock) -> 
     assert side.finished() == (set(), {"r"})
     assert side.take_bad() == {8, 9, 10}
     assert side.take_bad() == set()
+
+
+# --- nobody waits in the engine's loop --------------------------------------------------------------------------------
+
+
+def _step(side: WorkerSide, orders: Orders) -> tuple[set[str], set[str]]:
+    side.begin(orders)
+    side.load()
+    side.save()
+    return side.finished()
+
+
+def _load(job: int) -> Load:
+    return Load(job=job, store="host", keys=(BlockKey(bytes([job]) * 32),), deadline_s=9e9, slots=(job,))
+
+
+@pytest.mark.fault("C3")
+def test_a_step_waits_for_no_save(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even an empty one: blocks of an ended request are read while others compute."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    side = WorkerSide(_Hands(), clock=clock)
+    for at in range(8):
+        leaving = (("r", (1,), 9e9),) if not at else ()
+        jobs = (_save(1, 5),) if not at else ()
+        assert _step(side, Orders(jobs=jobs, leaving=leaving, idle=True)) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S, "it waited for a save"
+
+
+@pytest.mark.fault("C3")
+def test_a_step_waits_for_no_load_while_another_is_under_way(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    side, flight = WorkerSide(_Hands(), clock=clock), Flight()
+    for at in range(8):
+        idle = flight.begun(computes=not at)  # the first computes, and is not over
+        orders = Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=idle) if not at else Orders(idle=idle)
+        assert _step(side, orders) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S, "it waited beside a step that computes"
+
+
+def test_steps_under_way_are_known_to_compute_or_not() -> None:
+    flight = Flight()
+    assert flight.begun(computes=False)
+    assert not flight.begun(computes=True)
+    assert not flight.begun(computes=False)
+    flight.ended()
+    assert not flight.begun(computes=False), "the second is still under way"
+    flight.ended()
+    assert flight.begun(computes=False)
+    for _ in range(9):
+        flight.ended()
+    assert flight.begun(computes=False)
+
+
+@pytest.mark.fault("C3")
+def test_what_was_said_is_not_held_up_by_another_load(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler has not heard yet that a load ended: steps go on until it has."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    begin_s = time.monotonic()
+    hands = _Hands()
+    side = WorkerSide(hands, overlapping=2, clock=clock)
+    loading = (("a", (1,)), ("b", (2,)))
+    assert _step(side, Orders(jobs=(_load(1), _load(2)), loading=loading, idle=True)) == (set(), set())
+    hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+    assert _step(side, Orders(idle=True)) == (set(), {"a"})
+    assert _step(side, Orders(idle=True)) == (set(), set())
+    assert _step(side, Orders(idle=True)) == (set(), set())
+    assert time.monotonic() - begin_s < ROOM_S
+
+
+def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of asking again and again, and taking the interpreter from who loads."""
+    monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    assert _step(side, Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=True)) == (set(), set())
+    waits = threading.Event()
+    wait_for = side._changed.wait_for
+
+    def waiting(*args: Any) -> Any:
+        waits.set()
+        return wait_for(*args)
+
+    def say() -> None:
+        waits.wait(ROOM_S)
+        hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+
+    monkeypatch.setattr(side._changed, "wait_for", waiting)
+    thread = threading.Thread(target=say)
+    thread.start()
+    found = _step(side, Orders(idle=True))
+    thread.join()
+    assert found == (set(), {"r"})
+    assert waits.is_set()
+
+
+def test_saves_stand_back_while_a_step_is_launched(clock: FakeClock) -> None:
+    hands = _Hands()
+    side = WorkerSide(hands, clock=clock)
+    side.begin(Orders())
+    assert hands.hurries == [True]
+    side.load()
+    side.save()
+    assert hands.hurries == [True, False]
+    side.begin(Orders(idle=True))
+    assert hands.hurries[-1] is False, "nothing is launched"
+    side.save()
+    side.begin(Orders(vacated=(1,)))
+    assert hands.hurries[-1] is False, "blocks are wanted back: what reads them has to go on"
+
+
+def test_the_interpreter_is_shared_as_was_asked_and_only_then(disk: Path) -> None:
+    before = sys.getswitchinterval()
+    with engine_of(disk):
+        assert sys.getswitchinterval() == before
+    with engine_of(disk, switch_interval_s=0.001):
+        assert sys.getswitchinterval() == pytest.approx(0.001)
+    assert sys.getswitchinterval() == before
+
+
+# --- nothing is dropped that fits -------------------------------------------------------------------------------------
+
+
+def _slow_saves(engine: FakeEngine, gate: threading.Event) -> None:
+    """No save reads anything before the gate is open."""
+    hands = engine.worker.sides[0]._hands._hands  # type: ignore[attr-defined]
+    save = hands._save
+
+    def slow(job: Any, order: Any) -> Any:
+        gate.wait(ROOM_S)
+        return save(job, order)
+
+    hands._save = slow
+
+
+def _dropped(engine: FakeEngine) -> dict[str, float]:
+    found = engine.scheduler.cache.metrics.counters()
+    return {title: num for title, num in found.items() if title.startswith("dropped_blocks_total")}
+
+
+def _until_none(engine: FakeEngine) -> None:
+    """Until no request is there; some may still be saved."""
+    until = time.monotonic() + ROOM_S / 2
+    while engine.requests:
+        engine.step()
+        assert time.monotonic() < until, [(one.request_id, one.status) for one in engine.requests]
+        time.sleep(0)
+
+
+@pytest.mark.fault("C2")
+def test_a_prompt_as_long_as_the_device_is_saved_whole(disk: Path) -> None:
+    """However many bytes wait: they are vLLM's own blocks."""
+    gate = threading.Event()
+    prompt = list(range(1, 62 * SIZE + 2))
+    with engine_of(disk, num_blocks=64) as engine:
+        engine.scheduler.cache.brain.jobs.block_bytes = 1 << 30  # as the brain counts
+        _slow_saves(engine, gate)
+        engine.add(FakeRequest("a", prompt, 1))
+        _until_none(engine)  # all of it was computed, and waits to be saved
+        gate.set()
+        run(engine)
+        assert _dropped(engine) == {}
+    with engine_of(disk) as two:
+        two.add(FakeRequest("b", prompt, 1))
+        run(two)
+        assert two.scheduler.cache.metrics.value("hit_tokens_total") == 62 * SIZE
+
+
+@pytest.mark.fault("C2")
+def test_no_bytes_are_too_many(disk: Path) -> None:
+    tier = read_config({"host_directory": None, "disk_directory": str(disk), "save_timeout_s": 7}).tier("disk")
+    here = Tier(tier, 1)
+    here.queued_save_bytes = 1 << 50
+    assert here.refuses_save(1 << 40, 0.0) is None, "nobody knows how slow it is"
+    here.saving.measured(1 << 30, 1.0, 0.0)
+    assert here.refuses_save(1 << 40, 0.0) == "too_slow"
+    here.queued_save_bytes = 6 << 30
+    assert here.refuses_save(1 << 30, 0.0) is None
+    assert here.refuses_save(2 << 30, 0.0) == "too_slow"
+
+
+def test_blocks_that_are_needed_are_not_kept_for_saves(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that finds no room waits a moment, and then gets what was only kept to be saved."""
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", 0.0)
+    gate = threading.Event()
+    with engine_of(disk, num_blocks=16, free_timeout_s=ROOM_S) as engine:
+        _slow_saves(engine, gate)
+        try:
+            engine.add(FakeRequest("a", list(range(1, 14 * SIZE + 2)), 1))
+            _until_none(engine)
+            engine.add(FakeRequest("b", list(range(1000, 1000 + 12 * SIZE)), 1))
+            _until_none(engine)  # else it waits for a save that does not go on
+            assert sum(_dropped(engine).values()) >= 14, "what was given up is counted"
+        finally:
+            gate.set()
+
+
+def test_who_ends_while_others_wait_has_its_time_too(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that always has a queue saves all the same."""
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", ROOM_S)
+    with engine_of(disk, num_blocks=16) as engine:
+        for at in range(6):  # there is room for one of them, beside nobody who is being saved
+            engine.add(FakeRequest(str(at), list(range(1000 * at, 1000 * at + 12 * SIZE)), 1))
+            _until_none(engine)
+        run(engine)
+        assert _dropped(engine) == {}
+        assert engine.scheduler.cache.metrics.value("requests_total", outcome="served") == 6
+
+
+def test_nobody_in_need_leaves_saves_alone(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.integrations.vllm.scheduler._PATIENCE_S", 0.0)
+    gate = threading.Event()
+    with engine_of(disk, num_blocks=64) as engine:
+        _slow_saves(engine, gate)
+        engine.add(FakeRequest("a", list(range(1, 14 * SIZE + 2)), 1))
+        _until_none(engine)
+        engine.add(FakeRequest("b", list(range(1000, 1000 + 12 * SIZE)), 1))
+        _until_none(engine)
+        gate.set()
+        run(engine)
+        assert _dropped(engine) == {}
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("C3")
+def test_a_look_is_answered_in_the_schedulers_own_call(disk: Path) -> None:
+    """However much the worker wrote since: scheduler and worker of one process have the stores open once."""
+    num_blocks = 300
+    prompt = [at % 1000 for at in range(1, num_blocks * SIZE + 2)]
+    with engine_of(disk, num_blocks=num_blocks + 4) as engine:
+        asked: list[Any] = []
+        eyes = engine.scheduler._courier._eyes
+        submit = eyes.submit
+
+        def watched(instructions: Any) -> None:
+            asked.extend(instructions)
+            submit(instructions)
+
+        eyes.submit = watched  # type: ignore[method-assign]
+        for name in ("a", "b"):
+            request = FakeRequest(name, prompt, 1)
+            assert engine.scheduler.matched(request, 0)[0] == (0 if name == "a" else num_blocks * SIZE)
+            engine.add(request)
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert asked == [], "somebody else had to look"
+
+
+def test_what_is_open_in_a_process_is_open_once(disk: Path) -> None:
+    with engine_of(disk), engine_of(disk) as two:
+        shared = list(build._shared.values())
+        assert [one.num_users for one in shared] == [4], "two schedulers, two workers"
+        two.add(FakeRequest("a", list(range(30)), 1))
+        run(two)
+    assert not build._shared
+
+
+# --- a reset ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("C5")
+def test_after_a_reset_nothing_of_before_is_found(disk: Path) -> None:
+    """Weights may have changed, and be the old ones again at a restart."""
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        for name, hit in (("a", 0), ("b", 40)):
+            engine.add(FakeRequest(name, prompt, 1))
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
+        engine.scheduler.reset()
+        for name, hit in (("c", 40), ("d", 80)):
+            engine.add(FakeRequest(name, prompt, 1))
+            run(engine)
+            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
+        engine.scheduler.reset()
+        assert engine.scheduler.matched(FakeRequest("e", prompt, 1), 0) == (0, False)
+    with engine_of(disk) as again:
+        assert again.scheduler.matched(FakeRequest("f", prompt, 1), 0)[0] == 40, "the checkpoint's own are still there"
+
+
+@pytest.mark.fault("C5")
+def test_who_runs_when_all_is_reset_is_not_cached(disk: Path) -> None:
+    with engine_of(disk) as engine:
+        request = FakeRequest("a", list(range(1, 42)), 3)
+        engine.add(request)
+        while request.num_computed_tokens < 24:
+            engine.step()
+        engine.scheduler.reset()
+        stored = engine.scheduler.cache.brain.jobs._next
+        run(engine)
+        assert request.status == "over"
+        assert engine.scheduler.cache.brain.jobs._next == stored, "something of it was looked up, loaded or saved"
+        assert not engine.scheduler._disowned
+
+
+@pytest.mark.fault("C5")
+def test_what_is_being_loaded_when_all_is_reset_has_failed(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        engine.add(FakeRequest("a", prompt, 1))
+        run(engine)
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        request = FakeRequest("b", prompt, 1)
+        num, beside = engine.scheduler.matched(request, 0)
+        assert num == 40
+        assert beside
+        engine.scheduler.allocated(request, list(range(10)), num)
+        engine.scheduler.reset()
+        engine.worker.begin(engine.scheduler.orders(lambda _: range(10)))
+        engine.worker.load()
+        engine.worker.save()
+        until = time.monotonic() + ROOM_S
+        received: set[str] = set()
+        while not received:
+            _, received = engine.worker.finished()
+            assert time.monotonic() < until
+        assert received == {"b"}
+        bad = engine.worker.take_bad()
+        assert bad == set(range(10))
+        engine.scheduler.heard(engine.worker.report(), ())
+        assert not engine.scheduler.finished(request, list(range(10)))

@@ -66,6 +66,25 @@ def test_gqa_from_every_tier(engine: Any, alone: Any, tiers: dict[str, Any]) -> 
         assert two.scheduler.metrics.value("hit_tokens_total", tier="disk") == 192
 
 
+@pytest.mark.fault("C5")
+def test_after_a_reset_of_the_connector_nothing_of_before_is_served(
+    engine: Any, alone: Any, tiers: dict[str, Any]
+) -> None:
+    expected = alone["gqa"][0]
+    with engine("gqa", tiers) as one:
+        one.tokens([PROMPT])
+        one.empty_device()
+        assert one.ask([PROMPT])[0].num_cached_tokens == 192
+        one.settle()
+        assert one.llm.reset_prefix_cache(reset_connector=True)
+        for num_cached in (0, 192):
+            answer = one.ask([PROMPT])[0]
+            assert list(answer.outputs[0].token_ids) == expected
+            assert answer.num_cached_tokens == num_cached
+            one.empty_device()
+        one.scheduler.cache.brain.validate()
+
+
 def test_mla_from_the_host(engine: Any, alone: Any, tiers: dict[str, Any]) -> None:
     with engine("mla", {**tiers, "disk_directory": None, "load": "sync"}) as one:
         assert one.tokens([PROMPT]) == alone["mla"]
@@ -218,9 +237,11 @@ def test_what_others_hear(engine: Any, tiers: dict[str, Any], monkeypatch: pytes
         assert one.ask([prompt])[0].num_cached_tokens == 192
         one.settle()
         metrics = prometheus_client.generate_latest().decode()
+        shown = {metric.name for metric in one.llm.get_metrics()}
     line = next(line for line in metrics.splitlines() if line.startswith("headwater_moved_bytes_total{"))
     assert "tier=" in line
     assert 'engine="0"' in line
+    assert "vllm:headwater_moved_bytes" in shown, sorted(shown)
 
 
 def _request() -> Any:

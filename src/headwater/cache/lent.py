@@ -51,9 +51,7 @@ class LentBrain(Brain):
         request = self._request(name)
         start = at = request.hold.num_blocks
         while at < request.num_prompt and (store := self.loader.where(request, at)) is not None:
-            tier, end = self.tiers[store], at + 1
-            while end < request.num_prompt and self.loader.where(request, end) == store:
-                end += 1
+            tier, end = self.tiers[store], self.loader.row_end(request, at, request.num_prompt)
             size = self.config.block_bytes
             if not load_pays(tier, self.cost, start=at, end=end, block_bytes=size, now_s=now_s):
                 break

@@ -66,12 +66,13 @@ class LentCache(TieredCache):
                 return 0, ()
             num = self.brain.worth(request, now_s)
             record = self.brain.requests[request]
-            start = record.hold.num_blocks
+            at = record.hold.num_blocks
+            until = at + num
             found: dict[str, int] = {}
-            for at in range(start, start + num):
-                store = self.brain.loader.where(record, at)
-                if store is not None:
-                    found[store] = found.get(store, 0) + 1
+            while at < until and (store := self.brain.loader.where(record, at)) is not None:
+                end = self.brain.loader.row_end(record, at, until)
+                found[store] = found.get(store, 0) + end - at
+                at = end
             return num, tuple(found.items())
 
     def lend(self, request: str, slots: Sequence[int], *, num_load: int = 0) -> int:

@@ -64,7 +64,7 @@ class Loader:
         """A store answered, or did not."""
         request.looks.pop(job.store, None)
         if failure is None:
-            request.held[job.store] = bytearray(result == "held" for result in results)
+            request.held[job.store] = bytearray(map("held".__eq__, results))
         else:
             request.unasked[job.store] = reason_of("failed" if failure is Failure.FAILED else "late")
 
@@ -86,13 +86,23 @@ class Loader:
                 return name
         return None
 
-    def _row_end(self, request: RequestRecord, at: int, end: int) -> int:
-        """Where the row of blocks that one store has ends."""
-        name = self.where(request, at)
-        at += 1
-        while at < end and self.where(request, at) == name:
-            at += 1
-        return at
+    def row_end(self, request: RequestRecord, at: int, end: int) -> int:
+        """Where the row of blocks ends that one store has, or that none has. Reads bytes, not blocks."""
+        first = request.look_start
+        if at < first:
+            return min(first, end)
+        ends = [end]
+        for name in self._jobs.tiers:
+            held = request.held.get(name)
+            if held is None:
+                continue
+            there = bool(held[at - first])
+            change = held.find(not there, at - first)
+            if change >= 0:
+                ends.append(first + change)
+            if there:
+                break  # what slower ones have does not matter
+        return min(ends)
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +120,7 @@ class Loader:
             request.unasked.pop(promised, None)
         at = request.load_end = request.base
         while at < end and (name := self.where(request, at)) is not None:
-            tier, row_end = self._jobs.tiers[name], self._row_end(request, at, end)
+            tier, row_end = self._jobs.tiers[name], self.row_end(request, at, end)
             size = self._jobs.block_bytes
             if not (promised or load_pays(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)):
                 return
@@ -165,14 +175,29 @@ class Loader:
         """Say of each block that has to be computed why."""
         silent = next(iter(request.unasked.values()), None)
         hole: MissReason | None = None  # why the first block that no store has is a miss
-        for at in range(request.hold.num_blocks, request.num_prompt):
+        at = request.hold.num_blocks
+        while at < request.num_prompt:
+            end = self.row_end(request, at, request.num_prompt)
             if self.where(request, at) is not None:
-                reason = hole or request.broken or MissReason.NOT_WORTH_IT
+                reasons = {hole or request.broken or MissReason.NOT_WORTH_IT: end - at}
             else:
-                known = at < request.look_start or request.keys[at] in self._index.ghosts
-                reason = silent or (MissReason.EVICTED if known else MissReason.NEVER_STORED)
-                hole = hole or reason
-            request.misses[reason] = request.misses.get(reason, 0) + 1
+                reasons = self._absent(request, at, end, silent)
+                hole = hole or next(iter(reasons))
+            for reason, num in reasons.items():
+                request.misses[reason] = request.misses.get(reason, 0) + num
+            at = end
+
+    def _absent(self, request: RequestRecord, at: int, end: int, silent: MissReason | None) -> dict[MissReason, int]:
+        """Why blocks that no store has are misses; that of the first comes first."""
+        if silent is not None:
+            return {silent: end - at}
+        if at < request.look_start:
+            return {MissReason.EVICTED: end - at}
+        ghosts = self._index.ghosts
+        known = [key in ghosts for key in request.keys[at:end]] if len(ghosts) else [False] * (end - at)
+        found = {MissReason.EVICTED: sum(known), MissReason.NEVER_STORED: end - at - sum(known)}
+        first = MissReason.EVICTED if known[0] else MissReason.NEVER_STORED
+        return {first: found.pop(first), **{reason: num for reason, num in found.items() if num}}
 
     # --- while a request waits ----------------------------------------------------------------------------------------
 
@@ -187,7 +212,7 @@ class Loader:
             return
         if at == request.look_start and self._index.num_marked(request.hold, target.bit) < at:
             return  # the fastest store lacks what the row builds on
-        row_end = self._row_end(request, at, end)
+        row_end = self.row_end(request, at, end)
         tier = self._jobs.tiers[source]
         if max(tier.state, target.state) is not BreakerState.CLOSED or request.keys[at] in self.promoting:
             return  # no probe, and not what another request has begun to bring

@@ -156,12 +156,15 @@ class Brain:
         parts: list[Part] = []
         if on_device:
             parts.append(Part(BlockStatus.HIT, DEVICE, 0, on_device))
-        for at in range(on_device, total):
+        at = on_device
+        while at < total:
             status, tier = self._status(request, at)
+            end = at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, total)
             if parts and parts[-1][:2] == (status, tier):
-                parts[-1] = parts[-1]._replace(end=at + 1)
+                parts[-1] = parts[-1]._replace(end=end)
             else:
-                parts.append(Part(status, tier, at, at + 1))
+                parts.append(Part(status, tier, at, end))
+            at = end
             if status is BlockStatus.MISS or (status is BlockStatus.PENDING and not request.reserved):
                 parts[-1] = parts[-1]._replace(end=total)  # nobody can say more of what comes behind
                 break

@@ -133,7 +133,7 @@ class LentIndex(PrefixIndex):
 
     def forget(self, keys: Iterable[BlockKey], bit: int) -> None:
         """Blocks were seen not to be in a store."""
-        for key in keys:
+        for key in self._marks.keys() & set(keys):
             if self._marks.get(key, 0) & bit:
                 self._num_lost += 1
                 self._marks[key] &= ~bit

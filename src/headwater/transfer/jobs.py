@@ -108,7 +108,7 @@ class Hands:
         store = self._tiers[order.store].store.glancing()
         if store is None:
             return None
-        names = [self._naming.name(key) for key in order.keys]
+        names = self._naming.names(order.keys)
 
         def glance() -> list[bool] | None:
             found = store.glance(names)
@@ -124,7 +124,7 @@ class Hands:
         return _words(held)
 
     def _look(self, job: JobState, order: Look) -> list[str]:
-        held = self._contains(job, [self._naming.name(key) for key in order.keys])
+        held = self._contains(job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
@@ -133,7 +133,7 @@ class Hands:
         return list(_words(held))
 
     def _load(self, job: JobState, order: Load) -> list[str]:
-        names = [self._naming.name(key) for key in order.keys]
+        names = self._naming.names(order.keys)
         if self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
         results: list[str] = [GetStatus.LATE] * len(names)
@@ -164,7 +164,7 @@ class Hands:
 
     def _save(self, job: JobState, order: Save) -> list[str]:
         self._courtesy.wait()
-        there = self._contains(job, [self._naming.name(key) for key in order.keys])
+        there = self._contains(job, self._naming.names(order.keys))
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
@@ -200,7 +200,7 @@ class Hands:
         return results
 
     def _promote(self, job: JobState, order: Promote) -> list[str]:
-        names = [self._naming.name(key) for key in order.keys]
+        names = self._naming.names(order.keys)
         results: list[str] = [PutStatus.LATE] * len(names)
         target = self._tiers[order.target]
         done = 0
@@ -292,7 +292,7 @@ class Hands:
 
 
 def _words(held: Sequence[bool]) -> tuple[str, ...]:
-    return tuple("held" if one else "absent" for one in held)
+    return tuple(map(("absent", "held").__getitem__, held))
 
 
 def _leading_hits(got: Sequence[GetStatus]) -> int:

@@ -105,12 +105,21 @@ class TorchStaging:
             raise InvalidInput(f"a frame of this layout has {needed} bytes, a page of the host cache {host.page_bytes}")
         self._host = host
         self._cuda = device.device.type == "cuda"
+        self._planes_on = device.device
         self._engine = CopyEngine(device, layout=layout)
         self._engine.calibrate([host.page(page) for page in range(min(_NUM_TRIED, host.num_pages))])
+        if self._cuda:
+            self._engine.warm([host.page(page) for page in range(min(host.num_pages, device.num_blocks))])
         self._pins: dict[
             int, Pin | memoryview
         ] = {}  # by address; memory that cannot be registered is held all the same
         self._pinning = threading.Lock()
+        self._registering: dict[int, threading.Thread] = {}  # by address: it goes on beside jobs
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the slots are on a GPU, so that memory has to be registered."""
+        return self._cuda
 
     @property
     def num_pages(self) -> int:
@@ -143,12 +152,46 @@ class TorchStaging:
             raise CopyDamaged(f"block {transfer.num_good} of {len(frames)} is not what its page is on the device")
 
     def reaches(self, memory: memoryview) -> bool:
-        """Whether blocks can go there; on a GPU it is registered the first time, and kept so until close."""
+        """Whether blocks can go there now; on a GPU it is registered the first time, and kept so until close.
+
+        While `register` is still at it: no.
+        """
         if not self._cuda:
             return True
+        address = _address(memory)
+        registering = self._registering.get(address)
+        if registering is not None and registering.is_alive():
+            return False
+        return self._pin(memory, address)
+
+    def register(self, memory: memoryview, *, timeout_s: float) -> bool:
+        """Register memory ahead of its first use. Blocks, `timeout_s` at most. True: it is done, whatever came of it.
+
+        False: it goes on beside jobs, which use pages of staging meanwhile. For the beginning, once for each memory.
+        """
+        if not self._cuda:
+            return True
+        address = _address(memory)
+        thread = threading.Thread(
+            target=self._register, args=(memory, address), name="headwater registers", daemon=True
+        )
+        self._registering[address] = thread
+        thread.start()
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _register(self, memory: memoryview, address: int) -> None:
+        import torch
+
+        from headwater.transfer.cuda import populate
+
+        with torch.cuda.device(self._planes_on):  # a thread begins with the first one, whosever that is
+            populate(memory, address)
+            self._pin(memory, address)
+
+    def _pin(self, memory: memoryview, address: int) -> bool:
         from headwater.transfer.cuda import pin
 
-        address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
         with self._pinning:  # two jobs may come at once, and CUDA takes the same memory only once
             if address not in self._pins:
                 found = pin(memory, address)
@@ -183,6 +226,8 @@ class TorchStaging:
     def close(self) -> None:
         """End all copies, then let go of memory that was registered. Idempotent. Blocks, milliseconds."""
         self._engine.close()
+        for thread in self._registering.values():
+            thread.join()
         for held in self._pins.values():
             if not isinstance(held, memoryview):
                 held.release()
@@ -195,6 +240,11 @@ class TorchStaging:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         """Close."""
         self.close()
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _wait(transfer: "Transfer") -> None:

@@ -3,6 +3,7 @@
 No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -54,6 +55,13 @@ class Naming:
         if len(key) != KEY_BYTES:
             raise InvalidInput(f"a block key has {KEY_BYTES} bytes, this one has {len(key)}")
         return PageName(key + self._suffix)
+
+    def names(self, keys: Sequence[bytes]) -> list[PageName]:
+        """How blocks' pages are called: `name` of many."""
+        if keys and set(map(len, keys)) != {KEY_BYTES}:
+            raise InvalidInput(f"a block key has {KEY_BYTES} bytes")
+        suffix = self._suffix
+        return [key + suffix for key in keys]  # type: ignore[misc]  # a NewType's call costs more than the name
 
     def meta(self, order: Save, at: int) -> PageMeta:
         """What the frame of one block of a row of full blocks says."""

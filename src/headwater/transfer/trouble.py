@@ -6,6 +6,7 @@ caller, and its other jobs would end with it: there it is the trouble of the job
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TypeVar
 
 from headwater.core.events import Failure
@@ -55,7 +56,7 @@ def require(store: str, answers: Sequence[object], number: int, kind: type | tup
     """Raise StoreTrouble unless there is one answer of the right kind per page."""
     if len(answers) != number:
         raise StoreTrouble(f"{store} gave {len(answers)} answers for {number} pages")
-    if not all(isinstance(answer, kind) for answer in answers):
+    if not all(map(isinstance, answers, repeat(kind))):
         raise StoreTrouble(f"{store} gave an answer that is none of {kind}")
 
 

@@ -2,8 +2,10 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +32,7 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Store
+from headwater.storage.base import SYSTEM_CLOCK, Deadline, Store
 from headwater.storage.local import directory
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
@@ -38,12 +40,14 @@ from headwater.transfer.worker import Worker
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.registered import RegisteredCache
+    from headwater.transfer.staging import TorchStaging
 
 log: Final = logging.getLogger("headwater")
 
 _STAGING_PAGES: Final = 256  # at most, and
 _STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel to stores that have no address, but
 _LEAST_STAGING: Final = 8
+_READY_S: Final = 4.0  # at the beginning, for memory to be registered; a large slab takes longer, beside requests
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
@@ -68,6 +72,45 @@ class _NoPages:
         raise InvalidConfig("the scheduler has no blocks")
 
 
+@dataclass(slots=True)
+class _Shared:
+    """Tiers that are open in this process, and how many use them."""
+
+    stores: Mapping[str, Store]
+    stack: ExitStack
+    num_users: int = 0
+
+
+_shared: Final[dict[Hashable, _Shared]] = {}
+_sharing: Final = threading.Lock()
+
+
+@contextmanager
+def shared_tiers(config: ConnectorConfig, metrics: Metrics) -> Iterator[Mapping[str, Store]]:
+    """The tiers of a process, opened once: scheduler and worker are in one where there is one GPU.
+
+    So the scheduler sees at once what the worker wrote, and nobody reads that back from the index. `metrics` of who
+    comes first count what stores count.
+    """
+    where = (config.host_directory, config.host_bytes), (config.disk_directory, config.disk_bytes), config.pool
+    key = os.getpid(), open_tiers, where
+    with _sharing:
+        found = _shared.get(key)
+        if found is None:
+            with ExitStack() as stack:
+                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+                found = _shared[key] = _Shared(stores, stack.pop_all())
+        found.num_users += 1
+    try:
+        yield found.stores
+    finally:
+        with _sharing:
+            found.num_users -= 1
+            if not found.num_users:
+                del _shared[key]
+                found.stack.close()
+
+
 def sized(config: ConnectorConfig) -> ConnectorConfig:
     """The same, with sizes from the machine for directories that are not there yet, where nobody said otherwise."""
 
@@ -88,9 +131,29 @@ class OpenWorker:
 
     side: WorkerSide
     hands: Worker
+    staging: "TorchStaging"
     stores: Mapping[str, Store]
     metrics: Metrics
     stack: ExitStack
+
+    def get_ready(self, say: Callable[[str], None], *, timeout_s: float = _READY_S) -> None:
+        """Do what a first request would have to wait for: register the stores' memory. Blocks; tells what it does.
+
+        After `timeout_s` the rest goes on beside requests, which go through pinned pages meanwhile.
+        """
+        until = Deadline.after(timeout_s)
+        for name, store in self.stores.items():
+            in_place = store.addressable()
+            memory = in_place.memory() if in_place is not None else None
+            if memory is None or not self.staging.on_gpu:
+                continue
+            size = f"{memory.nbytes / (1 << 30):.1f} GiB of the {name} tier"
+            say(f"{size} are being registered with the GPU")
+            begin_s = SYSTEM_CLOCK.monotonic()
+            if self.staging.register(memory, timeout_s=until.remaining_s):
+                say(f"{size} are registered, after {SYSTEM_CLOCK.monotonic() - begin_s:.1f} s")
+            else:
+                say(f"{size} go on being registered; until then blocks go through pinned pages, which is slower")
 
     def close(self, timeout_s: float = _DRAIN_S) -> None:
         """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
@@ -99,15 +162,27 @@ class OpenWorker:
 
 
 def open_worker(
-    config: ConnectorConfig, device: "RegisteredCache", *, identity: CacheIdentity, rank: int, world: int
+    config: ConnectorConfig,
+    device: "RegisteredCache",
+    *,
+    identity: CacheIdentity,
+    rank: int,
+    world: int,
+    overlapping: int = 1,
 ) -> OpenWorker:
-    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log."""
+    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log.
+
+    `overlapping`: steps that vLLM begins before it has heard of the first of them.
+    """
     from headwater.transfer.staging import TorchStaging
 
     metrics = Metrics()
     stack = ExitStack()
     with stack:
-        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        if config.switch_interval_s is not None:
+            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(config.switch_interval_s)
+        stores = stack.enter_context(shared_tiers(config, metrics))
         if not stores:
             raise InvalidConfig("no tier can be had (see the log): leave the connector out, or give it a directory")
         page = frame_bytes(device.layout.plane_bytes)
@@ -130,8 +205,8 @@ def open_worker(
             threads_per_store=config.threads_per_store,
         )
         stack.callback(hands.close, _DRAIN_S)
-        side = WorkerSide(hands, rank=rank)
-        return OpenWorker(side, hands, stores, metrics, stack.pop_all())
+        side = WorkerSide(hands, rank=rank, overlapping=overlapping)
+        return OpenWorker(side, hands, staging, stores, metrics, stack.pop_all())
     raise AssertionError  # the stack swallows nothing
 
 
@@ -177,7 +252,7 @@ def open_scheduler(
     metrics = Metrics()
     stack = ExitStack()
     with stack:
-        stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+        stores = stack.enter_context(shared_tiers(config, metrics))
         first = ranks[0]
         cache_config = CacheConfig(
             num_slots=first.num_blocks,

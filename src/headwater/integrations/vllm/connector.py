@@ -34,6 +34,7 @@ from headwater.integrations.vllm.engine_facts import (
 )
 from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
+from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.integrations.vllm.settings import LoadMode, OnFailure, read_config
 from headwater.integrations.vllm.stats import HeadwaterProm, HeadwaterStats, kv_events, stats_of
@@ -98,9 +99,15 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         # On a GPU: what was on the stream when the last steps began. The oldest is of the steps that orders speak of.
         self._marks: deque[torch.cuda.Event] = deque(maxlen=vllm_config.max_concurrent_batches)
         self._on_gpu = False
+        self._flight = Flight()
         self._pool: Any = None
         if role is KVConnectorRole.SCHEDULER:  # vLLM reads it after this; by default it fails a request whose load did
             transfer.kv_load_failure_policy = self._config.on_failed_load.value
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """How vLLM shall lay out its KV, if that was asked for; vLLM says which layouts a backend has."""
+        return read_config(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -128,7 +135,15 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._block_tokens,
         )
         self._on_gpu = device.device.type == "cuda"
-        self._worker = open_worker(self._config, device, identity=identity, rank=rank, world=world)
+        self._worker = open_worker(
+            self._config,
+            device,
+            identity=identity,
+            rank=rank,
+            world=world,
+            overlapping=config.max_concurrent_batches,
+        )
+        self._worker.get_ready(lambda told: log.info("Headwater: %s", told))
         self._counted = Counted(self._worker.metrics)
         self._facts = RankFacts(
             rank=rank,
@@ -235,7 +250,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._scheduler.side.orders(lambda name: manager.get_block_ids(name)[0] if manager is not None else ())
         if self._scheduler.pacer is not None:
             self._scheduler.pacer.begun(self._scheduled(scheduler_output), waits=bool(orders.waiting))
-        return StepOrders(replace(orders, idle=not scheduler_output.total_num_scheduled_tokens))
+        idle = self._flight.begun(computes=scheduler_output.total_num_scheduled_tokens > 0)
+        return StepOrders(replace(orders, idle=idle))
 
     def _scheduled(self, scheduler_output: "SchedulerOutput") -> list[tuple[int, int]]:
         """Of each request of a step, tokens that are computed already, and tokens that are computed in it."""
@@ -269,7 +285,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be free soon."""
-        return self._scheduler is not None and self._scheduler.side.is_freeing
+        return self._scheduler is not None and self._scheduler.side.is_freeing()
+
+    def reset_cache(self) -> bool | None:
+        """Find nothing any more of what was stored by now (`reset_prefix_cache(reset_connector=True)`)."""
+        if self._scheduler is not None:
+            self._scheduler.side.reset()
+            log.info("Headwater: reset. Blocks have new names from now on; nothing was deleted")
+        return True
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Where vLLM says which blocks it has on the device."""
@@ -284,6 +307,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable["KVCacheEvent"]:
         """What came to our tiers, and left them. VLLM asks at the end of each step."""
+        self._flight.ended()
         if self._scheduler is not None and self._scheduler.pacer is not None:
             self._scheduler.pacer.ended()
         teller = self._scheduler.side.teller if self._scheduler is not None else None

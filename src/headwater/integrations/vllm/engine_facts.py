@@ -61,6 +61,11 @@ def require_cacheable(vllm_config: Any, kv_cache_config: Any) -> None:
             "calculate_kv_scales: scales that are computed from the first requests are in no page, so what one process "
             "stored would be wrong for the next. Use a checkpoint with scales"
         )
+    if getattr(getattr(vllm_config, "model_config", None), "enable_sleep_mode", False):
+        raise InvalidConfig(
+            "enable_sleep_mode: vLLM takes the KV's memory away while blocks of it may still be read or written, and "
+            "tells no connector's worker. Leave one of them out"
+        )
     if str(getattr(vllm_config.load_config, "load_format", "")) == "dummy":
         raise InvalidConfig("load_format=dummy: weights that are made up have no identity, so nothing can be cached")
 

@@ -23,7 +23,8 @@ class Orders:
     missing: tuple[tuple[str, tuple[int, ...]], ...] = ()  # blocks that were promised and will not be loaded
     leaving: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # ended requests; jobs that read them; until when
     vacated: tuple[int, ...] = ()  # jobs whose blocks vLLM gives to others with this step
-    idle: bool = False  # nothing is computed in this step
+    released: tuple[str, ...] = ()  # ended requests whose blocks vLLM needs: they are not kept for saves any more
+    idle: bool = False  # nothing is computed, neither in this step nor in one that is under way
 
     def on_clock(self, now_s: float) -> "Orders":
         """The same with deadlines on another clock, which shows `now_s`."""

@@ -2,7 +2,8 @@
 
 With that the brain can tell whether a load pays (`cache/placement.py`); until there are measurements it does. The sums
 are those of our own engine (`engine/connector.py`). Where steps overlap, a step's time is that since the last output.
-Steps that waited for loads say nothing of computing. No vLLM here.
+Steps that waited for loads say nothing of computing. `Flight` only knows whether anything is computed at all. No vLLM
+here.
 """
 
 from collections import deque
@@ -40,3 +41,20 @@ class Pacer:
             if num_tokens:
                 self._measured(num_tokens, contexts, now_s - max(begun_s, self._last_s))
         self._last_s = now_s
+
+
+class Flight:
+    """Which steps are under way. Called from the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._computing: deque[bool] = deque(maxlen=_MOST_IN_FLIGHT)  # oldest first
+
+    def begun(self, *, computes: bool) -> bool:
+        """A step begins. Returns whether nothing is computed now, neither in it nor in those before it."""
+        self._computing.append(computes)
+        return not any(self._computing)
+
+    def ended(self) -> None:
+        """The oldest step has ended."""
+        if self._computing:
+            self._computing.popleft()

@@ -96,7 +96,8 @@ def _rows_of(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[list[_Ro
         "parts": len(outer),
         "kernel_blocks": per_block,
         "shape": list(inner),
-        "strides": list(tensor.stride()[axis + 1 :]),
+        # A dimension of one has no stride that would mean anything.
+        "strides": [step if size > 1 else 0 for size, step in zip(inner, tensor.stride()[axis + 1 :], strict=True)],
         "block_stride": stride,
     }
     return rows, facts
@@ -124,15 +125,34 @@ def _merged(found: Sequence[_Rows], num_blocks: int) -> list[_Rows]:
         else:
             beside[rows.place] = [rows]
     for (_, stride), group in beside.items():
-        offset = min(rows.offset for rows in group)
-        last = max(rows.offset + rows.num_bytes for rows in group)
-        storage = group[0].storage
-        if last - offset > stride:
+        planes += _side_by_side(sorted(group, key=lambda rows: rows.offset), stride, num_blocks)
+    return planes
+
+
+def _side_by_side(group: Sequence[_Rows], stride: int, num_blocks: int) -> list[_Rows]:
+    """Chunks of one allocation, by offset, that leave room between their blocks: for each other, or for padding.
+
+    Those within one stride are one plane. A layer that lies behind all blocks of another is a plane of its own.
+    """
+    runs: list[list[_Rows]] = []
+    for rows in group:
+        if runs and rows.offset + rows.num_bytes - runs[-1][0].offset <= stride:
+            runs[-1].append(rows)
+        elif not runs or rows.offset >= runs[-1][0].offset + num_blocks * stride:
+            runs.append([rows])
+        else:
             raise InvalidLayout("layers lie side by side in one allocation, and overlap")
-        if offset + num_blocks * stride > storage.nbytes():
+    planes: list[_Rows] = []
+    for run in runs:
+        storage, offset = run[0].storage, run[0].offset
+        end = max(rows.offset + rows.num_bytes for rows in run)
+        if offset + num_blocks * stride > storage.nbytes() and len(runs) == 1:
             offset = max(0, storage.nbytes() - num_blocks * stride)
-        if last - offset > stride:
-            raise InvalidLayout("layers lie side by side in one allocation, and their blocks do not")
+        if offset + num_blocks * stride > storage.nbytes() or end - offset > stride:
+            raise InvalidLayout(
+                f"a block has {end - run[0].offset} bytes, {stride} from one to the next, and behind the last one the "
+                "allocation ends: blocks are copied with what lies between them"
+            )
         planes.append(_Rows(storage, offset, stride, stride))
     return planes
 

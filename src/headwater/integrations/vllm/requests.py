@@ -1,10 +1,13 @@
 """What a vLLM request's blocks are called: keys from its tokens, and from everything else that its KV depends on.
 
 Adapters count by content, multimodal input by the hash that vLLM made of it, at its positions; a salt makes a tenant.
-Prompts given as embeddings have no tokens: they are not cached. No vLLM here: a request is whatever has its attributes.
+Prompts given as embeddings have no tokens: they are not cached. When vLLM says that what was computed is not to be used
+any more (weights that were changed in place), a *generation*, drawn at random, is part of all names from then on: what
+has an old name stays where it is, and is not asked for any more. No vLLM here: a request is what has its attributes.
 """
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +19,7 @@ from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, block_keys
 from headwater.integrations.vllm.weights import adapter_digest
 
+_GENERATION_BYTES: Final = 16
 _NUM_NAMED: Final = 1024  # salts and adapters of which the root is kept
 
 
@@ -49,10 +53,18 @@ class Namer:
     def __init__(self, identity: CacheIdentity, *, digest: Callable[[Path], bytes] = adapter_digest) -> None:
         self._identity = identity
         self._digest = digest
+        self._generation = b""  # none: the weights are those of the checkpoint
         self._named: dict[tuple[bytes, bytes], tuple[BlockKey, bytes]] = {}
         # By path and vLLM's number, new where an adapter is loaded anew. None: it is being read, b"": it cannot be.
         self._adapters: dict[tuple[str, int], bytes | None] = {}
         self._lock = threading.Lock()
+
+    def renew(self) -> None:
+        """Name everything anew: nothing that has a name by now is found any more, not even after a second time."""
+        self._generation = os.urandom(_GENERATION_BYTES)
+        self._named.clear()
+        with self._lock:
+            self._adapters.clear()
 
     def prompt(self, request: Any) -> Prompt | None:
         """How a request's blocks are called; None: it is not to be cached, at least not now."""
@@ -75,13 +87,20 @@ class Namer:
             if len(self._named) >= _NUM_NAMED:
                 self._named.clear()
             identity = replace(self._identity, salt=salt, adapter=adapter)
-            found = self._named[salt, adapter] = identity.root, identity.tenant
+            found = self._named[salt, adapter] = self._root(identity), identity.tenant
         return found
+
+    def _root(self, identity: CacheIdentity) -> BlockKey:
+        if not self._generation:
+            return identity.root
+        return BlockKey(hashlib.sha256(b"headwater/vllm-generation/1" + self._generation + identity.root).digest())
 
     def _adapter(self, lora: Any) -> bytes | None:
         """Digest of a request's adapter, empty without one; None: it is not known yet, or cannot be read."""
         if lora is None:
             return b""
+        if getattr(lora, "load_inplace", False):
+            return None  # other weights under the same number: nobody can say which of them a block was computed with
         which = str(getattr(lora, "lora_path", "") or ""), int(lora.lora_int_id)
         with self._lock:
             if which not in self._adapters:
@@ -95,7 +114,8 @@ class Namer:
         except (InvalidConfig, OSError):
             found = b""
         with self._lock:
-            self._adapters[which] = found
+            if which in self._adapters:  # else all was forgotten meanwhile
+                self._adapters[which] = found
 
 
 def _extra(feature: Any) -> Extra:

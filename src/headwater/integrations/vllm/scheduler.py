@@ -11,6 +11,9 @@ in advance, less those of steps in flight; where a load failed it has taken them
 and until then the brain takes no commits. What a request was told it can load and what is loaded is decided once, by
 the brain; if a store is lost in between, the difference is reported as failed.
 
+Saves wait in vLLM's own blocks and nowhere else. While nobody lacks blocks, those of ended requests are kept until they
+were read; while vLLM has none to give, each has a moment from its end on (`_PATIENCE_S`), and then its saves give up.
+
 A request that is preempted, or begins anew after a failed load, is another one for the brain, by its `epoch`. After a
 failed load it is computed: it is never told of a hit a second time.
 """
@@ -31,6 +34,9 @@ from headwater.integrations.vllm.told import Teller
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 
 log: Final = logging.getLogger("headwater")
+
+_PATIENCE_S: Final = 0.25  # that an ended request is kept for its saves while another waits for blocks,
+_RUNNING_S: Final = 0.05  # or one that runs, and cannot go on
 
 
 @dataclass(slots=True)
@@ -93,7 +99,10 @@ class SchedulerSide:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._next = _Next()
-        self._leaving: set[str] = set()  # ended requests whose blocks vLLM keeps for us
+        self._leaving: dict[str, float] = {}  # ended requests whose blocks vLLM keeps for us, since when
+        self._disowned: set[str] = set()  # requests that ran when everything was named anew: they are not cached
+        self._in_need: set[str] = set()  # requests that could have blocks since the last step, and did not get any
+        self._starves = False  # one that runs did not get any
 
     # --- a request comes ----------------------------------------------------------------------------------------------
 
@@ -111,11 +120,14 @@ class SchedulerSide:
             return None, False
         num, one.sources = self.cache.promise(one.name)
         one.promised = num if num >= self._config.min_load_blocks else 0
+        self._in_need.add(request.request_id)
         return one.promised * self._size, one.promised > 0 and self._config.load is LoadMode.ASYNC
 
     def _track(self, request: Any) -> _Tracked | None:
         one = self._tracked.get(request.request_id)
         if one is None:
+            if request.request_id in self._disowned:
+                return None
             prompt = self._namer.prompt(request)
             if prompt is None:
                 return None
@@ -144,6 +156,7 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
         """A request got blocks of vLLM, which counts so many tokens as loaded."""
+        self._in_need.discard(request.request_id)
         one = self._tracked.get(request.request_id)
         if one is None or one.lent or one.asked_s is None:
             return  # the rest of one that was loaded beside steps
@@ -198,11 +211,22 @@ class SchedulerSide:
             missing=tuple(news.missing.items()),
             leaving=tuple((name, jobs, until_s) for name, (jobs, until_s) in news.leaving.items()),
             vacated=tuple(news.vacated),
+            released=self._released(),
         )
+
+    def _released(self) -> tuple[str, ...]:
+        """Ended requests that had their time to be saved, if vLLM lacks blocks."""
+        starves, in_need = self._starves, self._starves or bool(self._in_need)
+        self._starves, self._in_need = False, set()
+        if not (in_need and self._leaving):
+            return ()
+        ended_s = self._clock.monotonic() - (_RUNNING_S if starves else _PATIENCE_S)
+        return tuple(name for name, left_s in self._leaving.items() if left_s <= ended_s)
 
     def heard(self, report: Report | None, sent: Sequence[str] = ()) -> None:
         """What a step's output says. `sent`: ended requests whose blocks vLLM has freed."""
-        self._leaving.difference_update(sent)
+        for name in sent:
+            self._leaving.pop(name, None)
         if report is not None:
             self._courier.heard(report)
         for one in self._tracked.values():
@@ -264,6 +288,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, blocks: Sequence[int]) -> bool:
         """A request ended, in whatever way. True: its blocks are being read, and stay until a worker says so."""
+        self._disowned.discard(request.request_id)
         one = self._tracked.get(request.request_id)
         if one is None or one.asked_s is None:
             self._tracked.pop(request.request_id, None)
@@ -277,19 +302,35 @@ class SchedulerSide:
                 self._tell(one)
                 reading = self.cache.reading(one.name)
         self._tracked.pop(request.request_id, None)
+        self._in_need.discard(request.request_id)
         if one.asked_s is not None:
             self.cache.release(one.name)
         if not reading:
             return False
-        until_s = self._clock.monotonic() + self._config.free_timeout_s
-        self._next.leaving[request.request_id] = (reading, until_s)
-        self._leaving.add(request.request_id)
+        now_s = self._clock.monotonic()
+        self._next.leaving[request.request_id] = (reading, now_s + self._config.free_timeout_s)
+        self._leaving[request.request_id] = now_s
         return True
 
-    @property
     def is_freeing(self) -> bool:
-        """Whether blocks will be free soon that are not now."""
+        """Whether blocks will be free soon that are not now. VLLM asks when a running request cannot have any."""
+        self._starves = True
         return bool(self._leaving)
+
+    def reset(self) -> None:
+        """Nothing that was computed by now is to be used any more, nor what comes of it. O(1), but for who is here.
+
+        Who has blocks may have computed some of them before and some after: they are not cached, and what is being
+        loaded for them has failed. What is being saved of ended requests has its old name.
+        """
+        self._namer.renew()
+        for name, one in list(self._tracked.items()):
+            if one.lent:
+                self._disowned.add(name)
+                self._vacate(one)
+            else:
+                self._forget(one)
+            del self._tracked[name]
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """End; idempotent. False: a store did not let go."""

@@ -32,6 +32,7 @@ _HOST_SHARE: Final = 8  # one in so many bytes of the machine's memory, and
 _TMPFS_SHARE: Final = 4  # of the file system's that the host tier lies on, whichever is less
 _DISK_SHARE: Final = 16  # of the disk
 _MOST_DISK: Final = 256 << 30
+_ANY_BYTES: Final = (1 << 62) - 1
 
 
 def _disk_directory() -> Path:
@@ -79,6 +80,8 @@ class ConnectorConfig:
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
+    layout: str | None = None  # of vLLM's KV, by vLLM's own name; None: vLLM decides
+    switch_interval_s: float | None = None  # how long our threads may keep vLLM's interpreter; None: as it is
     record: Path | None = None  # all that the brain hears is written to this file, with the process' number behind it
     record_bytes: int = RECORD_BYTES  # how large it may get
 
@@ -106,7 +109,7 @@ class ConnectorConfig:
                 object.__setattr__(self, name, kind(getattr(self, name)))
             except ValueError as error:
                 raise InvalidConfig(f"{name} is one of {', '.join(kind)}, not {getattr(self, name)!r}") from error
-        for name in ("pool", "residency", "node"):
+        for name in ("pool", "residency", "node", "layout"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"{name} must be text, not {value!r}")
@@ -116,16 +119,23 @@ class ConnectorConfig:
             ResidencyConfig(url=self.residency, node=default_node() if self.node is None else self.node)
         elif self.node is not None:
             raise InvalidConfig("a node's name is for the residency index: say where that is, or leave the name out")
-        TierConfig(name="free", look_timeout_s=self.free_timeout_s)  # seconds are checked there
+        for seconds in (self.free_timeout_s, *([] if self.switch_interval_s is None else [self.switch_interval_s])):
+            TierConfig(name="free", look_timeout_s=seconds)  # seconds are checked there
         self.tier("host")  # it checks the other seconds
 
     def tier(self, name: str) -> TierConfig:
-        """How the brain uses one store."""
+        """How the brain uses one store.
+
+        What waits to be written is bounded by time alone: it has no memory but vLLM's own blocks, of which vLLM has so
+        many, and which it gets back when it needs them.
+        """
         return TierConfig(
             name=name,
             look_timeout_s=self.look_timeout_s,
             load_timeout_s=self.load_timeout_s,
             save_timeout_s=self.save_timeout_s,
+            max_queued_bytes=_ANY_BYTES,
+            max_queued_s=self.save_timeout_s,
         )
 
 

@@ -3,7 +3,8 @@
 What each side counted since it was last asked is carried by vLLM to its Prometheus endpoint.
 
 Every counter of `headwater.metrics` has its own family there, with vLLM's labels in front of ours: hits and misses by
-tier and reason, bytes moved, blocks dropped, bad pages. Histograms and gauges stay in the process.
+tier and reason, bytes moved, blocks dropped, bad pages. Histograms and gauges stay in the process. Each is there twice,
+under our name and with vLLM's prefix: `LLM.get_metrics()` shows what has that, and nothing else.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family
 
 _MEDIA: Final = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE, "pool": "POOL"}
 _made: dict[tuple[Any, str, tuple[str, ...]], Any] = {}  # Prometheus takes a name once
+_PREFIXES: Final = (PREFIX, "vllm:" + PREFIX)
 _LOGGED: Final = ("hit_tokens_total", "miss_tokens_total", "moved_bytes_total", "dropped_blocks_total")
 
 
@@ -58,17 +60,23 @@ class HeadwaterProm(KVConnectorPromMetrics):
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)
         self._families = {
-            family.name: self._counter(family, labelnames) for family in FAMILIES.values() if family.kind is COUNTER
+            family.name: [self._counter(prefix + family.name, family, labelnames) for prefix in _PREFIXES]
+            for family in FAMILIES.values()
+            if family.kind is COUNTER
         }
 
-    def _counter(self, family: Family, labelnames: list[str]) -> Any:
-        """A family's counter; of one process there is one, however many engines come and go in it."""
+    def _counter(self, name: str, family: Family, labelnames: list[str]) -> Any:
+        """A family's counter; of one process there is one, however many engines come and go in it.
+
+        But for those with vLLM's prefix: it takes them off with each new engine.
+        """
         labels = (*labelnames, *(_ours(label, labelnames) for label in family.labels))
-        made = (self._counter_cls, family.name, labels)
-        if made not in _made:
-            _made[made] = self._counter_cls(
-                name=PREFIX + family.name, documentation=family.help, labelnames=list(labels)
-            )
+        made = (self._counter_cls, name, labels)
+        try:
+            _made[made] = self._counter_cls(name=name, documentation=family.help, labelnames=list(labels))
+        except ValueError:  # it is there
+            if made not in _made:
+                raise
         return _made[made]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -76,8 +84,8 @@ class HeadwaterProm(KVConnectorPromMetrics):
         theirs = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for title, amount in transfer_stats_data.items():
             name, ours = labels_of(title)
-            if name in self._families:
-                self._families[name].labels(*theirs, *ours).inc(amount)
+            for counter in self._families.get(name, ()):
+                counter.labels(*theirs, *ours).inc(amount)
 
 
 def stats_of(counted: Counted) -> HeadwaterStats | None:

@@ -2,9 +2,13 @@
 
 Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
 and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/worker.py`): vLLM itself never
-gives up waiting. Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them
-go: when everything was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a
-preempted request are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
+gives up waiting. A step waits for nothing, with one exception: while loads are all that the engine has to do (the
+scheduler says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step
+waits until one has ended, a millisecond at most.
+
+Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
+was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
+are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
 
 No vLLM here, no torch.
 """
@@ -24,7 +28,7 @@ from headwater.transfer.verdict import num_good
 log: Final = logging.getLogger("headwater")
 
 _FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
-_IDLE_S: Final = 0.05  # that a step which computes nothing waits: the engine's thread would only be in the way
+_IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is computed: who spins takes their interpreter
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
 
 
@@ -43,19 +47,26 @@ class JobHands(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
+    def stand_back(self, *, hurry: bool) -> None:
+        """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
+        ...
+
 
 class WorkerSide:
     """Carries a rank's orders out. Called from the worker's thread; what becomes of jobs is heard from others."""
 
-    def __init__(self, hands: JobHands, *, rank: int = 0, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, hands: JobHands, *, rank: int = 0, overlapping: int = 1, clock: Clock = SYSTEM_CLOCK) -> None:
+        """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said."""
         self._hands = hands
+        self._overlapping = overlapping
         self._rank = rank
         self._clock = clock
         self._changed = threading.Condition()
         self._orders = Orders()
         self._live: dict[int, Load | Save] = {}  # jobs that have not ended
         self._reading: set[int] = set()  # saves that have not read their blocks
-        self._idle = False  # the step computes nothing
+        self._idle = False  # nothing is computed, and loads are waited for
+        self._num_silent = 0  # steps since anything was said that the scheduler can go on with
         self._events: list[Event] = []
         self._bad: set[int] = set()  # blocks that failed to load, to be reported
         self._loading: dict[str, set[int]] = {}  # requests that wait: jobs that have not ended
@@ -67,9 +78,11 @@ class WorkerSide:
     def begin(self, orders: Orders) -> None:
         """A step begins, and with it blocks may get other owners. Blocks a moment if they are still being read."""
         self._orders = orders.on_clock(self._clock.monotonic())
+        self._hands.stand_back(hurry=not orders.idle)  # the step is launched now, and the device waits for it
         vacated = set(orders.vacated)
         if not vacated:
             return
+        self._hands.stand_back(hurry=False)
         with self._changed:
             self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
             late = self._reading & vacated
@@ -104,20 +117,24 @@ class WorkerSide:
 
     def save(self) -> None:
         """Begin the step's saves: what they read was computed in steps before. Does not block."""
+        self._hands.stand_back(hurry=False)
         saves = [one for one in self._orders.jobs if isinstance(one, Save)]
         self._submit(saves)
         with self._changed:
             for request, jobs, until_s in self._orders.leaving:
                 self._leaving[request] = (set(jobs), until_s)
+            for request in self._orders.released:
+                if request in self._leaving:
+                    self._leaving[request] = (self._leaving[request][0], 0.0)
         self._orders = Orders()
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Ended requests whose blocks are read no more, and requests whose loads have all ended. Says each once.
 
-        Blocks, for `_IDLE_S` at most, if the step computes nothing and there is something to wait for.
+        Blocks, for `_IDLE_S` at most, where the engine has nothing to do but to wait for loads, and has heard all.
         """
         with self._changed:
-            if self._idle and (self._loading or self._leaving):
+            if self._idle and self._loading and self._num_silent >= self._overlapping:
                 self._changed.wait_for(lambda: self._loaded() or self._left(), _IDLE_S)
         now_s = self._clock.monotonic()
         overdue: set[int] = set()
@@ -132,6 +149,7 @@ class WorkerSide:
                 if now_s >= until_s:
                     overdue |= jobs & self._reading
         self._cancel(overdue)
+        self._num_silent = 0 if left or loaded else self._num_silent + 1
         return left, loaded
 
     def take_bad(self) -> set[int]:
