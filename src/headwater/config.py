@@ -56,6 +56,8 @@ class LocalStoreConfig:
             object.__setattr__(self, "durability", Durability(self.durability))
         except (TypeError, ValueError) as error:
             raise InvalidConfig(f"{error}; durability is one of {', '.join(Durability)}") from error
+        if "\0" in str(self.directory):
+            raise InvalidConfig(f"{str(self.directory)!r} is no name of a directory")
         limit: object = self.limit_bytes
         if limit is not None and not (isinstance(limit, int) and MIN_LIMIT_BYTES <= limit < 1 << 62):
             raise InvalidConfig(f"limit_bytes must be a whole number of at least {MIN_LIMIT_BYTES}, not {limit!r}")

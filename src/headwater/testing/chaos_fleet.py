@@ -128,12 +128,15 @@ class Stage:
             if not data:
                 said = self._log.read_text(encoding="utf-8", errors="replace")[-800:]
                 raise RuntimeError(f"the process that forks ended with {process.wait()}: {said}")
-            *lines, self._said = (self._said + data).split(b"\n")
-            for said_line in map(json.loads, lines):
-                if "started" in said_line:
-                    self._started.append(said_line["started"])
-                elif "ended" in said_line:
-                    self.ended[said_line["ended"]] = said_line["code"]
+            self._said += data
+            while b"\n" in self._said:  # a Ctrl-C may come at any step: no message is lost, or somebody waits for it
+                line, _, rest = self._said.partition(b"\n")
+                message = json.loads(line)
+                if "started" in message:
+                    self._started.append(message["started"])
+                elif "ended" in message:
+                    self.ended[message["ended"]] = message["code"]
+                self._said = rest
             wait_s = 0.0
 
 

@@ -48,8 +48,6 @@ def attach(
     `known`: what this store had open before. Raises a StoreError that says what is wrong and what to do.
     """
     path = config.directory
-    if "\0" in str(path):
-        raise StoreUnavailable(f"{str(path)!r} is no name of a directory")
     try:
         if config.limit_bytes is None and not path.is_symlink() and not path.exists():
             raise StoreUnavailable(f"{path} holds no store yet: give limit_bytes to make one")

@@ -103,8 +103,9 @@ class Attachment:
         self._gate = threading.Lock()  # around what follows
         self._lent: dict[Slot, PageName] = {}
         self._lent_names: dict[PageName, int] = {}  # how many reservations are out for a page
-        self._users: set[object] = set()
+        self.users: set[object] = set()  # calls that are inside
         self._retired = False
+        self._closed = False
         self._damaged = False
 
     def enrol(self, left: LeftBehind, deadline: Deadline) -> None:
@@ -123,24 +124,23 @@ class Attachment:
     # --- who is inside ------------------------------------------------------------------------------------------------
 
     def enter(self, user: object) -> bool:
-        """Count a call in. False: it is closed."""
+        """Count a call in. False: it is closed. Who is in `users` takes itself out, and then calls `close_if_over`."""
         with self._gate:
-            if self._is_over():
+            if self._closed:
                 return False
-            self._users.add(user)
+            self.users.add(user)
             return True
 
-    def leave(self, user: object) -> None:
-        """Count a call out; the last one of a retired attachment closes it. Idempotent."""
+    def close_if_over(self) -> None:
+        """Close, if it was retired and nobody is inside any more."""
         with self._gate:
-            was_inside = user in self._users
-            self._users.discard(user)
-            last = was_inside and self._is_over()
+            last = self._is_over()
+            self._closed = self._closed or last
         if last:
             self._close(_LEAVE_S)
 
     def _is_over(self) -> bool:
-        return self._retired and not self._users and not self._lent
+        return self._retired and not self._closed and not self.users and not self._lent
 
     def lend(self, slot: Slot, name: PageName) -> None:
         """Count a reservation out."""
@@ -170,7 +170,7 @@ class Attachment:
                 return
             self._retired = True
             self._damaged = damaged
-            last = self._is_over()
+            last = self._closed = self._is_over()
         if last:
             self._close(_CLOSE_S)
 

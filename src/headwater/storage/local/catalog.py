@@ -138,12 +138,12 @@ class Catalog:
     def _follow(self, newest: int, deadline: Deadline) -> bool | None:
         """Look at what changed, one by one. False at the deadline; None if the ring does not say it any more."""
         for count in range(self.mirror.seen + 1, newest + 1):
-            if not count % _LOOK_CHANGES and deadline.expired:
-                return False
             change = self.table.change(count)
             if change is None:
                 return None
             number, extent = change
+            if (number is None or not count % _LOOK_CHANGES) and deadline.expired:
+                return False
             if number is not None:
                 self._look(number)
             elif extent is not None:

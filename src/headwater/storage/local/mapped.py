@@ -96,7 +96,7 @@ class MappedStore(LocalStore, Addressable):
         self._require_same_process()
         consumed: list[int] = []
         for at, lent in _by_attachment(reservations).items():
-            user = object()
+            user, users = object(), at.users
             held = Held()
             try:
                 if not at.enter(user):
@@ -107,7 +107,10 @@ class MappedStore(LocalStore, Addressable):
                     if out:
                         self._run_in(at, lambda at: work(at, out), None)  # noqa: B023  called at once
             finally:
-                at.leave(user)
+                try:
+                    users.discard(user)
+                finally:
+                    at.close_if_over()
         return consumed
 
     def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:

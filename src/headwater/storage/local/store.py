@@ -399,7 +399,7 @@ class LocalStore(Store):
 
     def _run_in(self, at: Attachment, work: Callable[[Attachment], T], otherwise: T) -> T:
         """Do `work` inside a directory that may be closed already, but for what is lent. Damage turns the store off."""
-        user = object()
+        user, users = object(), at.users
         try:
             if not at.enter(user):
                 raise ResourceClosed("the store is closed")
@@ -414,10 +414,9 @@ class LocalStore(Store):
             return otherwise
         finally:
             try:
-                at.leave(user)
-            except KeyboardInterrupt:  # one that came before it was done
-                at.leave(user)
-                raise
+                users.discard(user)  # one call of C: no interrupt comes before it
+            finally:
+                at.close_if_over()
 
     def _turn_off(self, at: Attachment, error: StoreError) -> None:
         with self._state:
