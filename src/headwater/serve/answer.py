@@ -282,6 +282,8 @@ class Answer:
         self.cancel()
 
     async def _output(self) -> tuple[Choice, Output]:
+        if not self._outputs.empty():
+            await asyncio.sleep(0)  # however much lies here: others have their turn between two outputs
         try:
             async with asyncio.timeout_at(self._until_s):
                 return await self._outputs.get()

@@ -52,6 +52,15 @@ def too_long(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def answer_too_large(limit_bytes: int) -> ApiError:
+    """400: an answer that is not streamed is held until it is whole."""
+    message = (
+        f"the answer is larger than the {limit_bytes} bytes that one in one piece may have: ask for fewer or shorter "
+        "answers, for fewer logprobs, or stream it"
+    )
+    return ApiError(400, message, code="answer_too_large")
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """404: another model."""
     message = f"the model {shown(name)} does not exist here; this server has {served!r}"

@@ -36,6 +36,7 @@ from headwater.serve.bodies import Bodies
 from headwater.serve.door import request_id, timeout_s, visit_of
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import SMALL_BYTES, Limits, limits_of
+from headwater.serve.logprobs import TokenNames
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
@@ -50,6 +51,7 @@ except ModuleNotFoundError as error:
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
 _NUM_READING: Final = 4  # small bodies that are read at a time
+_MAX_TOLD: Final = 1 << 18  # log-probabilities in an answer in one piece: 12,483 tokens with 20 alternatives each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class Service:
         self.node: Final = config.node or default_node()
         self.fingerprint: Final = f"hw-{running.engine.model.identity.digest.hex()[:12]}"
         self.tiers: Final = ("device", *running.cache.brain.tiers)
+        self.token_names: Final = TokenNames(running.tokenizer)
         self.stopping = False  # nothing new is taken
         self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0  # places that are taken
@@ -248,6 +251,7 @@ class Service:
         choices are computed where the prompt's blocks are read to.
         """
         asked = question.asked
+        _require_few_logprobs(asked)
         answer = Answer(self.running.engine, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
         for i, tokens in enumerate(question.prompts):
             handoff = handoffs[i] if handoffs else None
@@ -324,6 +328,19 @@ class Service:
         if asked.min_tokens > most:
             raise errors.invalid("min_tokens", f"min_tokens is {asked.min_tokens}, and at most {most} are generated")
         return most
+
+
+def _require_few_logprobs(asked: Asked) -> None:
+    """Refuse more of them than one body should hold. Where nobody said how many tokens, the body's size decides."""
+    if asked.logprobs is None or asked.stream or asked.max_tokens is None:
+        return
+    number = asked.num_answers * asked.max_tokens * (asked.logprobs + 1)
+    if number > _MAX_TOLD:
+        message = (
+            f"{asked.num_answers} answers of {asked.max_tokens} tokens with {asked.logprobs} alternatives each are "
+            f"{number} log-probabilities, and an answer in one piece may have {_MAX_TOLD}: ask for fewer, or stream"
+        )
+        raise errors.invalid("logprobs", message)
 
 
 async def _notice_leaving(http: Request, answer: Answer) -> None:
