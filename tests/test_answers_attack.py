@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from headwater.engine.engine import Engine
-from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Output, Request, Sampling, TokenLogprob, Usage
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve.answer import Answer, Transcript

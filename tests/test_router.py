@@ -618,6 +618,7 @@ def test_a_node_that_hangs_is_left_alone_and_a_slow_one_is_waited_for() -> None:
         assert {one["node"]: one["breaker"] for one in here.state()["nodes"]}["a"] == "closed"
 
 
+@pytest.mark.fault("S9")
 def test_a_probe_that_nobody_waits_for_is_made_again_and_being_late_counts() -> None:
     with world(pause_s=0.05, max_pause_s=0.05, max_attempts=1, silence_s=60.0) as here:
         node = here.add("m", "mixed", fault=Fault.DIE)
@@ -636,9 +637,15 @@ def test_a_probe_that_nobody_waits_for_is_made_again_and_being_late_counts() -> 
         assert here.complete().status_code == 200
         here.until(lambda: breaker() == "closed")
         node.script = lambda asked: Fault.HANG
+        for _ in range(4):  # clients in a hurry say nothing about a node
+            assert here.complete(timeout_s=0.05).status_code == 504
+            here.until_idle()
+            assert breaker() == "closed"
+    with world(pause_s=60.0, max_pause_s=60.0, max_attempts=1, silence_s=60.0, request_timeout_s=0.2) as here:
+        here.add("m", "mixed", fault=Fault.HANG)
         for i in range(3):
             assert breaker() == "closed", i
-            assert here.complete(timeout_s=0.05).status_code == 504
+            assert here.complete().status_code == 504
             here.until_idle()
         assert breaker() == "open"
 
@@ -838,6 +845,57 @@ def test_the_index_decides_and_where_it_is_silent_nodes_take_turns() -> None:
         assert [len(node.asked) for node in nodes] == [2, 6, 2, 2, 2, 6]
         assert here.router.metrics.value("router_choices_total", how="estimate") == 8
         assert here.router.metrics.value("router_choices_total", how="round_robin") == 12
+
+
+# --- whose fault it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S3")
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_an_answer_that_is_too_large_is_its_clients_own_fault(role: str) -> None:
+    with world(max_answer_bytes=600, max_attempts=4) as here:
+        nodes = [here.add("m", "mixed")] if role == "mixed" else [here.add("p", "prefill"), here.add("d", "decode")]
+        for i in range(4):
+            found = here.complete(request_id="r" * 100)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "answer_too_large"), found.text
+            assert len(nodes[-1].asked) == i + 1  # once, and nobody else is tried
+        here.until_idle()
+        state = here.state()
+        assert {one["breaker"] for one in state["nodes"]} == {"closed"}
+        assert state["decisions"][0]["attempts"][-1]["outcome"] == "rejected"
+        here.tokens(here.complete(request_id="r")).check("r")
+
+
+@pytest.mark.fault("S3")
+def test_more_answers_than_any_node_gives_are_refused_at_the_door() -> None:
+    with world() as here:
+        nodes = [here.add("p", "prefill"), here.add("d", "decode", join=False), here.add("e", "decode", join=False)]
+        here.join(nodes[1], max_answers=3)
+        here.join(nodes[2], max_answers=4)
+        for body, param in (({"n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt"), ({"prompt": [[1], [2]], "n": 3}, "n")):
+            found = here.complete(**{"prompt": "a", **body})
+            assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+        assert not nodes[0].asked
+        for body in ({"prompt": "once", "n": 4}, {"prompt": [1, 2, 3, 4, 5, 6]}, {"prompt": "once", "n": "many"}):
+            assert here.complete(**body).status_code == 200
+        here.join(here.add("f", "decode", join=False))  # which does not say
+        assert here.complete("a", n=5).status_code == 200
+
+
+@pytest.mark.fault("S20")
+def test_what_is_shown_holds_nothing_that_a_client_wrote() -> None:
+    document = {"error": {"message": "temprature: 'my secret' is no number", "code": "invalid_value"}}
+    found = judge("n", 400, document)
+    assert (str(found), found.document) == ("invalid_value", document)
+    for code in (None, 7, "my secret", "x" * 65):
+        assert str(judge("n", 400, {"error": {"message": "m", "code": code}})) == "no code"
+    with world() as here:
+        here.add("m", "mixed", fault=Fault.REJECT)
+        found = here.complete("my secret")
+        assert (found.status_code, found.json()["error"]["message"]) == (400, "prompt is wrong")
+        here.until_idle()
+        (attempt,) = here.state()["decisions"][0]["attempts"]
+        assert (attempt["outcome"], attempt["why"]) == ("rejected", "scripted")
 
 
 # --- the face ---------------------------------------------------------------------------------------------------------

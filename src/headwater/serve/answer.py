@@ -211,6 +211,11 @@ class Answer:
         return self.choices[0].finish_reason if self._num_over == len(self.choices) else None
 
     @property
+    def begun(self) -> bool:
+        """Whether anything is known of it: a token, or that a choice has none."""
+        return self.first_s is not None or any(choice.finish_reason is not None for choice in self.choices)
+
+    @property
     def usage(self) -> Usage | None:
         """What it cost; known when all choices have ended."""
         found = [(choice.leads, choice.usage) for choice in self.choices if choice.usage is not None]
