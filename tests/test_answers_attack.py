@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from headwater.engine.engine import Engine
+from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Output, Request, Sampling, TokenLogprob, Usage
 from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Answer, Transcript
+from headwater.serve.answer import Answer, Transcript, Unread
+from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import TokenNames
-from serve_kit import WAIT_S, Served, directory, model, served
+from serve_kit import WAIT_S, Served, directory, model, served, serving
 from test_answers import CHAT, COMPLETIONS, HI, events
 
 __all__ = ["directory", "model", "served"]  # fixtures
@@ -36,9 +38,10 @@ class Recorded(Engine):
         self.cancelled.append(request)
 
 
-def answer_of(engine: Engine, tokenizer: Tokenizer, num_choices: int = 1, **options: Any) -> Answer:
+def answer_of(engine: Engine, tokenizer: Tokenizer, num_choices: int = 1, unread: Unread | None = None) -> Answer:
     """An answer that has begun."""
-    answer = Answer(engine, timeout_s=WAIT_S, until_s=asyncio.get_running_loop().time() + WAIT_S, **options)
+    until_s = asyncio.get_running_loop().time() + WAIT_S
+    answer = Answer(engine, unread or Unread(), timeout_s=WAIT_S, until_s=until_s)
     for number in range(num_choices):
         answer.add(
             Transcript(tokenizer.stream()), name=f"a/{number}", prompt=[5], sampling=Sampling(max_tokens=999), salt=b""
@@ -168,3 +171,95 @@ def test_an_answer_that_grows_too_large_is_given_up(served: Served, path: str, m
     assert (found.status_code, found.json()["error"]["code"]) == (400, "answer_too_large"), found.text
     served.until_free()
     assert served.post(path, {**body, "max_tokens": 2}).status_code == 200
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def free(served: Served) -> int:
+    found: int = served.get("/health").json()["free"]
+    return found
+
+
+@pytest.mark.fault("S7")
+def test_places_count_answers_and_what_is_free_is_taken(directory: Path, model: Model) -> None:
+    with serving(directory, model, max_running=2, max_waiting=6) as served:
+        assert free(served) == 8
+        with served.raw({"prompt": ["a", "b"], "n": 3, "max_tokens": 6000, "ignore_eos": True}):
+            served.until(lambda: free(served) == 2)
+            assert served.running.engine.num_requests == 6
+            refused = served.post(COMPLETIONS, {"prompt": "a", "n": 3, "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            with served.raw({"prompt": "a", "n": 2, "max_tokens": 6000, "ignore_eos": True}):
+                served.until(lambda: free(served) == 0)
+                assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 429
+        served.until_free()
+        served.until(lambda: free(served) == 8)
+
+
+@pytest.mark.fault("S7")
+def test_one_answer_is_not_behind_all_of_a_crowd(directory: Path, model: Model) -> None:
+    """The crowd has two hundred, of which two run at a time: who comes then is answered before most of them."""
+    body = {"prompt": ["a", "b"], "n": 100, "max_tokens": 40, "ignore_eos": True}
+    with serving(directory, model, max_running=2, max_waiting=254) as served:
+        with served.raw(body):
+            served.until(lambda: served.running.engine.num_requests == 200)
+            assert served.post(COMPLETIONS, {"prompt": "c", "max_tokens": 1}).status_code == 200
+            assert served.running.engine.num_requests > 150
+        served.until_free()
+
+
+# --- answers that nobody reads ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S8")
+def test_what_lies_in_answers_has_a_bound_and_the_largest_is_given_up(directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+
+    async def main() -> None:
+        engine, unread = Recorded(), Unread(limit=100)
+        large, small = answer_of(engine, tokenizer, 2, unread), answer_of(engine, tokenizer, unread=unread)
+        waiting = asyncio.create_task(large.next())  # and has not run since
+        await asyncio.sleep(0)
+        for number in range(30):  # of three each: a token, and two alternatives
+            engine.submitted[number % 2].listen(output())
+            if number < 5:
+                engine.submitted[2].listen(output())
+        await asyncio.sleep(0)
+        assert unread.num == 15
+        assert set(engine.cancelled) == set(engine.submitted[:2])
+        engine.submitted[0].listen(output())  # before it heard of that
+        await asyncio.sleep(0)
+        assert unread.num == 15
+        with pytest.raises(ApiError, match="too slowly"):
+            await asyncio.wait_for(waiting, WAIT_S)
+        for left in range(4, -1, -1):
+            assert await small.next() is not None
+            assert unread.num == 3 * left
+        for answer in (large, small, small):
+            answer.close()
+        assert unread.num == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault("S8")
+def test_a_stream_that_is_read_too_slowly_ends_with_a_word(
+    directory: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(directory, model) as served:
+        monkeypatch.setattr(served.server._service.unread, "_limit", 2000)
+        asked = {"prompt": [5], "n": 8, "max_tokens": 6000, "logprobs": 20, "ignore_eos": True, "stream": True}
+        with served.raw(asked) as connection:
+            served.until(lambda: served.running.engine.num_requests == 8)
+            served.until(lambda: served.running.engine.num_requests == 0)  # nobody read, and nobody computes any more
+            said = b""
+            while more := connection.recv(1 << 16):
+                said += more
+                if b"read_too_slowly" in said:
+                    break
+        assert said.startswith(b"HTTP/1.1 200")
+        assert b"[DONE]" not in said
+        assert b"read_too_slowly" in said
+        served.until(lambda: served.server._service.unread.num == 0)
+        assert served.complete("x", max_tokens=2)

@@ -872,21 +872,42 @@ def test_more_answers_than_any_node_gives_are_refused_at_the_door() -> None:
         nodes = [here.add("p", "prefill"), here.add("d", "decode", join=False), here.add("e", "decode", join=False)]
         here.join(nodes[1], max_answers=3)
         here.join(nodes[2], max_answers=4)
-        for body, param in (({"n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt"), ({"prompt": [[1], [2]], "n": 3}, "n")):
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt"), ({"prompt": [[1], [2]], "n": 3}, "n"),
+        ]  # fmt: skip
+        for body, param in wrong:
             found = here.complete(**{"prompt": "a", **body})
             assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
         assert not nodes[0].asked
-        for body in ({"prompt": "once", "n": 4}, {"prompt": [1, 2, 3, 4, 5, 6]}, {"prompt": "once", "n": "many"}):
+        right: list[dict[str, Any]] = [{"n": 4}, {"prompt": [1, 2, 3, 4, 5, 6]}, {"n": "many"}]
+        for body in right:
             assert here.complete(**body).status_code == 200
         here.join(here.add("f", "decode", join=False))  # which does not say
         assert here.complete("a", n=5).status_code == 200
 
 
+@pytest.mark.fault("S8")
+def test_a_client_that_reads_too_slowly_makes_no_node_rest() -> None:
+    with world() as here:
+        node = here.add("m", "mixed", fault=Fault.MID_ERROR)
+        for code, breaker in (("read_too_slowly", "closed"), ("scripted", "open")):
+            node.error_code = code
+            for _ in range(4):
+                tokens = here.tokens(here.complete(stream=True))
+                assert tokens.error is not None
+                assert tokens.error["code"] == code
+                here.until_idle()
+                if here.state()["nodes"][0]["breaker"] == "open":
+                    break
+            assert here.state()["nodes"][0]["breaker"] == breaker
+            assert here.state()["decisions"][0]["outcome"] == "broken"
+
+
 @pytest.mark.fault("S20")
 def test_what_is_shown_holds_nothing_that_a_client_wrote() -> None:
     document = {"error": {"message": "temprature: 'my secret' is no number", "code": "invalid_value"}}
-    found = judge("n", 400, document)
-    assert (str(found), found.document) == ("invalid_value", document)
+    judged = judge("n", 400, document)
+    assert (str(judged), judged.document) == ("invalid_value", document)
     for code in (None, 7, "my secret", "x" * 65):
         assert str(judge("n", 400, {"error": {"message": "m", "code": code}})) == "no code"
     with world() as here:

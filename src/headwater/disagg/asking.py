@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from headwater.disagg.events import event_of
 from headwater.disagg.nodes import NodeTable, Visit
+from headwater.disagg.outcome import READ_TOO_SLOWLY
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
 from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
 from headwater.metrics import Metrics
@@ -87,6 +88,7 @@ class Asker:
 
     async def _stream(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
         now_s = asyncio.get_running_loop().time
+        trouble = Trouble.FAILED
         async for event, said in heard.events():
             if not trip.begun:
                 if "choices" not in said:
@@ -100,11 +102,13 @@ class Asker:
             await client.event(event)
             if "error" in said:  # the node's own last word; the client has it
                 trip.outcome = Outcome.BROKEN
+                if isinstance(said["error"], dict) and said["error"].get("code") == READ_TOO_SLOWLY:
+                    trouble = Trouble.REJECTED  # the client's fault
         await client.end()
         trip.done = True
         await heard.tidy()
         if trip.outcome is Outcome.BROKEN:
-            raise Unanswered(Trouble.FAILED, f"{visit.name} ended its stream with an error")
+            raise Unanswered(trouble, f"{visit.name} ended its stream with an error")
 
     @contextmanager
     def _visiting(self, trip: Trip, visit: Visit, phase: Phase) -> Iterator[Attempt]:

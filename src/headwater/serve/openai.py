@@ -75,7 +75,7 @@ class Completions(Api):
 
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""
-        form = b'{"index":%d,"text":"%b","logprobs":%b,"finish_reason":%b}'
+        form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
         return form % (index, said.text, said.logprobs, dump(finish_reason))
 
     def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
@@ -108,7 +108,7 @@ class Chat(Api):
 
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""
-        message = b'{"role":"assistant","content":"%b","refusal":null}' % said.text
+        message = b'{"role":"assistant","content":%b,"refusal":null}' % said.text
         form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":%b}'
         return form % (index, message, said.logprobs, dump(finish_reason))
 
@@ -125,14 +125,14 @@ class Said:
     """What a choice has said so far, as JSON that grows: pieces of a text are escaped one by one, lists are joined."""
 
     def __init__(self) -> None:
-        self.text = bytearray()  # between its quotes
+        self._text = bytearray()  # between its quotes
         self._lists: dict[str, bytearray] = {}  # of log-probabilities, between their brackets
         self._others: Document = {}  # fields that are no lists
 
     def add(self, text: str, logprobs: Document | None) -> int:
         """More of it; returns how many bytes that is."""
         more = dump(text)[1:-1]
-        self.text += more
+        self._text += more
         num_bytes = len(more)
         for field, value in (logprobs or {}).items():
             if not isinstance(value, list):
@@ -144,11 +144,16 @@ class Said:
         return num_bytes
 
     @property
+    def text(self) -> bytes:
+        """All of it, with its quotes."""
+        return b'"%b"' % bytes(self._text)
+
+    @property
     def logprobs(self) -> bytes:
         """All of them, or null."""
         if not self._lists:
             return b"null"
-        lists = [b"%b:[%b]" % (dump(field), joined) for field, joined in self._lists.items()]
+        lists = [b"%b:[%b]" % (dump(field), bytes(joined)) for field, joined in self._lists.items()]
         others = [b"%b:%b" % (dump(field), dump(value)) for field, value in self._others.items()]
         return b"{%b}" % b",".join(lists + others)
 

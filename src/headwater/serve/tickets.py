@@ -74,7 +74,7 @@ class Prefill(_Asked):
             timeout_s=service.config.pd_timeout_s,
             request=arrival.request_id,
         )
-        with service.place():
+        with service.places(len(question.prompts)):
             answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
             with service.answering(arrival, answer), _Line(self.path, arrival, answer):
                 while await answer.next() is not None:
@@ -111,7 +111,7 @@ class Decode(_Asked):
             for ticket in tickets:
                 self._take(ticket)
                 taken.append(ticket.nonce)
-            with service.place():
+            with service.places(num_answers):
                 answer = service.submit(arrival, api, question, handoffs=handoffs)
                 with service.answering(arrival, answer), _Line(self.path, arrival, answer):
                     await Reply(service, arrival, api, question.asked, answer).send(send)
