@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from headwater.disagg.beat import Beat, Load, Rates
 from headwater.disagg.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
 from headwater.disagg.events import EventReader, NotEvents, event_of
 from headwater.disagg.gate import Gate
-from headwater.disagg.lookup import Looker, held_of
+from headwater.disagg.lookup import Ask, Looker, held_of
 from headwater.disagg.nodes import Came, NodeRefused, NodeTable, Visit
 from headwater.disagg.outcome import Reason
 from headwater.disagg.relay import PREFILL_AGAIN, Trouble, judge
@@ -427,25 +427,32 @@ def test_the_line_is_kept_and_nobody_waits_for_ever() -> None:
     asyncio.run(main())
 
 
+def join_threads() -> None:
+    """Those that read and ask end by themselves."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("headwater router lookup", "headwater router reading")):
+            thread.join(WAIT_S)
+
+
 def test_an_index_that_is_silent_is_not_waited_for() -> None:
     release = threading.Event()
 
-    def slow(endpoint: str, body: object, timeout_s: float) -> Held | None:
+    def slow(timeout_s: float) -> Held | None:
         release.wait(WAIT_S)
         return Held()
 
-    def fails(endpoint: str, body: object, timeout_s: float) -> Held | None:
+    def fails(timeout_s: float) -> Held | None:
         raise RuntimeError("down")
 
     async def main() -> None:
         assert await Looker(None, timeout_s=1).look("/", {}) is None
-        for lookup in (slow, fails, lambda *_: None):
-            looker = Looker(lookup, timeout_s=0.01)
+        for ask in (slow, fails, lambda timeout_s: None):
+            looker = Looker(lambda *_, ask=ask: ask, timeout_s=0.01)
             for _ in range(6):
                 assert await looker.look("/", {}) is None
             assert looker.state == "open"  # left alone: nothing more is asked
             looker.close()
-        looker = Looker(lambda *_: Held(pool=3), timeout_s=WAIT_S)
+        looker = Looker(lambda *_: lambda timeout_s: Held(pool=3), timeout_s=WAIT_S)
         assert await looker.look("/", {}) == Held(pool=3)
         looker.close()
 
@@ -453,9 +460,49 @@ def test_an_index_that_is_silent_is_not_waited_for() -> None:
         asyncio.run(main())
     finally:
         release.set()
-        for thread in threading.enumerate():
-            if "router lookup" in thread.name:
-                thread.join(WAIT_S)
+        join_threads()
+
+
+@pytest.mark.fault("S13")
+def test_prompts_that_take_long_to_read_are_no_fault_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, reads = threading.Event(), 0
+
+    def lookup(endpoint: str, body: Mapping[str, object]) -> Ask | None:
+        nonlocal reads
+        reads += 1
+        if body.get("long"):
+            release.wait(WAIT_S)
+        if body.get("broken"):
+            raise RuntimeError("cannot be read")
+        return None if body.get("unread") else lambda timeout_s: Held(pool=3)
+
+    async def main() -> None:
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        looker = Looker(lookup, timeout_s=WAIT_S)
+        for _ in range(3):
+            assert await looker.look("/", {"broken": True}) is None
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", 0.01)
+        for _ in range(3):
+            assert await looker.look("/", {"long": True}) is None  # not waited for
+        assert looker.state == "closed"
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        assert await looker.look("/", {}) == Held(pool=3)
+        assert await looker.look("/", {"unread": True}) == Held()  # nobody is known to hold it
+        task = asyncio.create_task(looker.look("/", {"long": True}))
+        await asyncio.sleep(0)
+        before = reads
+        assert await looker.look("/", {}) is None  # all are busy with others' prompts
+        assert (reads, looker.state) == (before, "closed")
+        release.set()
+        assert await task == Held(pool=3)
+        assert await looker.look("/", {}) == Held(pool=3)
+        looker.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        release.set()
+        join_threads()
 
 
 def test_a_machine_that_stood_still_past_a_deadline_begins_nothing_more() -> None:
@@ -823,9 +870,9 @@ def test_requests_wait_in_line_for_a_slot() -> None:
 def test_the_index_decides_and_where_it_is_silent_nodes_take_turns() -> None:
     answers: list[Held | None] = []
 
-    def lookup(endpoint: str, body: Any, timeout_s: float) -> Held | None:
+    def lookup(endpoint: str, body: Any) -> Ask | None:
         assert (endpoint, body["prompt"]) == (COMPLETIONS, "once")
-        return answers[0]
+        return lambda timeout_s: answers[0]
 
     with world(lookup=lookup, lookup_timeout_s=5.0) as here:
         nodes = [here.add(f"{role[0]}{i}", role) for role in ("prefill", "decode") for i in range(3)]
