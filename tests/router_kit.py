@@ -105,6 +105,7 @@ class Node:
     script: Callable[[Asked], Fault] = lambda asked: Fault.NONE
     port: int = 0
     slow_s: float = 0.3  # longer than silence
+    error_code: str = "scripted"  # of an error event
     gate: asyncio.Event | None = None  # where set, the work waits for it
     asked: list[Asked] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # attempts whose connection was closed while it worked
@@ -351,8 +352,8 @@ class Node:
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
-    @staticmethod
     async def _go_wrong(
+        self,
         fault: Fault,
         chunk: Callable[[bytes], Coroutine[Any, Any, None]],
         event: Callable[[dict[str, Any]], bytes],
@@ -367,7 +368,7 @@ class Node:
             await chunk(b"data: \x00\xff\n\n")
             await asyncio.sleep(WAIT_S)
         if fault is Fault.MID_ERROR:
-            await chunk(event({"error": {"message": "it broke", "type": "server_error", "code": "scripted"}}))
+            await chunk(event({"error": {"message": "it broke", "type": "server_error", "code": self.error_code}}))
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 

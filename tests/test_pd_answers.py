@@ -102,6 +102,20 @@ def test_several_prompts_are_taken_together_or_not_at_all(directory: Path, model
         pair.decode.until_free()
 
 
+@pytest.mark.fault("S3")
+def test_more_answers_than_run_at_once_are_refused(directory: Path, model: Model, pool: str) -> None:
+    """They would wait at the decode node, where nobody waits, and keep everybody else out."""
+    with cluster(directory, model, pool, max_running=2) as pair:
+        for body in ({"prompt": [5] * 20, "n": 3}, {"prompt": [[5] * 20, [6] * 20], "n": 2}):
+            found = pair.ask({**body, **GREEDY})
+            assert (found.status_code, found.json()["error"]["param"]) == (400, "n"), found.text
+            ticket = pair.prefill.post("/pd/prefill", {"endpoint": COMPLETIONS, "body": body}).json()["ticket"]
+            asked = {"endpoint": COMPLETIONS, "body": {**body, **GREEDY}, "ticket": ticket}
+            found = pair.decode.post("/pd/decode", asked)
+            assert (found.status_code, found.json()["error"]["param"]) == (400, "n"), found.text
+        assert len(pair.ask({"prompt": [5] * 20, "n": 2, **GREEDY}).json()["choices"]) == 2
+
+
 def test_what_nobody_knows_is_refused_through_a_router_too(pair: Cluster) -> None:
     for field, param in (({"temprature": 1}, "temprature"), ({"guided_json": {}}, "guided_json"), ({"n": 0}, "n")):
         found = pair.ask({"prompt": TEXT, **field})

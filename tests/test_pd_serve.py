@@ -27,7 +27,6 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey, block_keys
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
-from headwater.disagg.choice import Held
 from headwater.disagg.handoff import PoolReceiver
 from headwater.disagg.lookup import Asking, PrefixLookup
 from headwater.disagg.protocol import decode
@@ -612,7 +611,9 @@ def test_the_node_that_holds_the_prompt_is_asked(directory: Path, model: Model, 
 def is_told(url: str, directory: Path, model: Model, body: dict[str, Any]) -> bool:
     with open_residency(ResidencyConfig(url=url)) as index:
         blocks = model.identity.digest, model.block_tokens
-        held = PrefixLookup(index, read=reader(directory), blocks=lambda: blocks)(COMPLETIONS, body, 5.0)
+        ask = PrefixLookup(index, read=reader(directory), blocks=lambda: blocks)(COMPLETIONS, body)
+        assert ask is not None
+        held = ask(5.0)
     return held is not None and bool(held.by_node)
 
 
@@ -657,12 +658,16 @@ def test_what_cannot_be_read_is_no_fault_of_the_index(directory: Path, model: Mo
         (with_text, "/v1/chat/completions", {"messages": []}, []),
     ):
         index.asked.clear()
-        assert lookup(endpoint, body, 1.0) is not None
+        ask = lookup(endpoint, body)
+        assert (ask is None) == (not asked), body
+        assert ask is None or ask(1.0) is not None
         assert [len(keys) for keys in index.asked] == asked, body
     for salt in ("", "team"):  # the keys are those that nodes make
         index.asked.clear()
-        with_text(COMPLETIONS, {"prompt": list(range(40)), **({"cache_salt": salt} if salt else {})}, 1.0)
+        ask = with_text(COMPLETIONS, {"prompt": list(range(40)), **({"cache_salt": salt} if salt else {})})
+        assert ask is not None
+        assert ask(1.0) is not None
         root = replace(model.identity, salt=salt.encode()).root
         assert index.asked == [block_keys(range(40), parent=root, block_tokens=size)]
     nobody = PrefixLookup(index, read=lambda *_: Asking([1] * 64), blocks=lambda: None)
-    assert nobody(COMPLETIONS, {}, 1.0) == Held()
+    assert nobody(COMPLETIONS, {}) is None

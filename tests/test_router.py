@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from headwater.disagg.beat import Beat, Load, Rates
 from headwater.disagg.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
 from headwater.disagg.events import EventReader, NotEvents, event_of
 from headwater.disagg.gate import Gate
-from headwater.disagg.lookup import Looker, held_of
+from headwater.disagg.lookup import Ask, Looker, held_of
 from headwater.disagg.nodes import Came, NodeRefused, NodeTable, Visit
 from headwater.disagg.outcome import Reason
 from headwater.disagg.relay import PREFILL_AGAIN, Trouble, judge
@@ -427,25 +427,32 @@ def test_the_line_is_kept_and_nobody_waits_for_ever() -> None:
     asyncio.run(main())
 
 
+def join_threads() -> None:
+    """Those that read and ask end by themselves."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("headwater router lookup", "headwater router reading")):
+            thread.join(WAIT_S)
+
+
 def test_an_index_that_is_silent_is_not_waited_for() -> None:
     release = threading.Event()
 
-    def slow(endpoint: str, body: object, timeout_s: float) -> Held | None:
+    def slow(timeout_s: float) -> Held | None:
         release.wait(WAIT_S)
         return Held()
 
-    def fails(endpoint: str, body: object, timeout_s: float) -> Held | None:
+    def fails(timeout_s: float) -> Held | None:
         raise RuntimeError("down")
 
     async def main() -> None:
         assert await Looker(None, timeout_s=1).look("/", {}) is None
-        for lookup in (slow, fails, lambda *_: None):
-            looker = Looker(lookup, timeout_s=0.01)
+        for ask in (slow, fails, lambda timeout_s: None):
+            looker = Looker(lambda *_, ask=ask: ask, timeout_s=0.01)
             for _ in range(6):
                 assert await looker.look("/", {}) is None
             assert looker.state == "open"  # left alone: nothing more is asked
             looker.close()
-        looker = Looker(lambda *_: Held(pool=3), timeout_s=WAIT_S)
+        looker = Looker(lambda *_: lambda timeout_s: Held(pool=3), timeout_s=WAIT_S)
         assert await looker.look("/", {}) == Held(pool=3)
         looker.close()
 
@@ -453,9 +460,49 @@ def test_an_index_that_is_silent_is_not_waited_for() -> None:
         asyncio.run(main())
     finally:
         release.set()
-        for thread in threading.enumerate():
-            if "router lookup" in thread.name:
-                thread.join(WAIT_S)
+        join_threads()
+
+
+@pytest.mark.fault("S13")
+def test_prompts_that_take_long_to_read_are_no_fault_of_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, reads = threading.Event(), 0
+
+    def lookup(endpoint: str, body: Mapping[str, object]) -> Ask | None:
+        nonlocal reads
+        reads += 1
+        if body.get("long"):
+            release.wait(WAIT_S)
+        if body.get("broken"):
+            raise RuntimeError("cannot be read")
+        return None if body.get("unread") else lambda timeout_s: Held(pool=3)
+
+    async def main() -> None:
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        looker = Looker(lookup, timeout_s=WAIT_S)
+        for _ in range(3):
+            assert await looker.look("/", {"broken": True}) is None
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", 0.01)
+        for _ in range(3):
+            assert await looker.look("/", {"long": True}) is None  # not waited for
+        assert looker.state == "closed"
+        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        assert await looker.look("/", {}) == Held(pool=3)
+        assert await looker.look("/", {"unread": True}) == Held()  # nobody is known to hold it
+        task = asyncio.create_task(looker.look("/", {"long": True}))
+        await asyncio.sleep(0)
+        before = reads
+        assert await looker.look("/", {}) is None  # all are busy with others' prompts
+        assert (reads, looker.state) == (before, "closed")
+        release.set()
+        assert await task == Held(pool=3)
+        assert await looker.look("/", {}) == Held(pool=3)
+        looker.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        release.set()
+        join_threads()
 
 
 def test_a_machine_that_stood_still_past_a_deadline_begins_nothing_more() -> None:
@@ -618,6 +665,7 @@ def test_a_node_that_hangs_is_left_alone_and_a_slow_one_is_waited_for() -> None:
         assert {one["node"]: one["breaker"] for one in here.state()["nodes"]}["a"] == "closed"
 
 
+@pytest.mark.fault("S9")
 def test_a_probe_that_nobody_waits_for_is_made_again_and_being_late_counts() -> None:
     with world(pause_s=0.05, max_pause_s=0.05, max_attempts=1, silence_s=60.0) as here:
         node = here.add("m", "mixed", fault=Fault.DIE)
@@ -636,9 +684,15 @@ def test_a_probe_that_nobody_waits_for_is_made_again_and_being_late_counts() -> 
         assert here.complete().status_code == 200
         here.until(lambda: breaker() == "closed")
         node.script = lambda asked: Fault.HANG
+        for _ in range(4):  # clients in a hurry say nothing about a node
+            assert here.complete(timeout_s=0.05).status_code == 504
+            here.until_idle()
+            assert breaker() == "closed"
+    with world(pause_s=60.0, max_pause_s=60.0, max_attempts=1, silence_s=60.0, request_timeout_s=0.2) as here:
+        here.add("m", "mixed", fault=Fault.HANG)
         for i in range(3):
             assert breaker() == "closed", i
-            assert here.complete(timeout_s=0.05).status_code == 504
+            assert here.complete().status_code == 504
             here.until_idle()
         assert breaker() == "open"
 
@@ -816,9 +870,9 @@ def test_requests_wait_in_line_for_a_slot() -> None:
 def test_the_index_decides_and_where_it_is_silent_nodes_take_turns() -> None:
     answers: list[Held | None] = []
 
-    def lookup(endpoint: str, body: Any, timeout_s: float) -> Held | None:
+    def lookup(endpoint: str, body: Any) -> Ask | None:
         assert (endpoint, body["prompt"]) == (COMPLETIONS, "once")
-        return answers[0]
+        return lambda timeout_s: answers[0]
 
     with world(lookup=lookup, lookup_timeout_s=5.0) as here:
         nodes = [here.add(f"{role[0]}{i}", role) for role in ("prefill", "decode") for i in range(3)]
@@ -838,6 +892,78 @@ def test_the_index_decides_and_where_it_is_silent_nodes_take_turns() -> None:
         assert [len(node.asked) for node in nodes] == [2, 6, 2, 2, 2, 6]
         assert here.router.metrics.value("router_choices_total", how="estimate") == 8
         assert here.router.metrics.value("router_choices_total", how="round_robin") == 12
+
+
+# --- whose fault it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S3")
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_an_answer_that_is_too_large_is_its_clients_own_fault(role: str) -> None:
+    with world(max_answer_bytes=600, max_attempts=4) as here:
+        nodes = [here.add("m", "mixed")] if role == "mixed" else [here.add("p", "prefill"), here.add("d", "decode")]
+        for i in range(4):
+            found = here.complete(request_id="r" * 100)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "answer_too_large"), found.text
+            assert len(nodes[-1].asked) == i + 1  # once, and nobody else is tried
+        here.until_idle()
+        state = here.state()
+        assert {one["breaker"] for one in state["nodes"]} == {"closed"}
+        assert state["decisions"][0]["attempts"][-1]["outcome"] == "rejected"
+        here.tokens(here.complete(request_id="r")).check("r")
+
+
+@pytest.mark.fault("S3")
+def test_more_answers_than_any_node_gives_are_refused_at_the_door() -> None:
+    with world() as here:
+        nodes = [here.add("p", "prefill"), here.add("d", "decode", join=False), here.add("e", "decode", join=False)]
+        here.join(nodes[1], max_answers=3)
+        here.join(nodes[2], max_answers=4)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"n": 5}, "n"), ({"prompt": ["a"] * 5}, "prompt"), ({"prompt": [[1], [2]], "n": 3}, "n"),
+        ]  # fmt: skip
+        for body, param in wrong:
+            found = here.complete(**{"prompt": "a", **body})
+            assert (found.status_code, found.json()["error"]["param"]) == (400, param), found.text
+        assert not nodes[0].asked
+        right: list[dict[str, Any]] = [{"n": 4}, {"prompt": [1, 2, 3, 4, 5, 6]}, {"n": "many"}]
+        for body in right:
+            assert here.complete(**body).status_code == 200
+        here.join(here.add("f", "decode", join=False))  # which does not say
+        assert here.complete("a", n=5).status_code == 200
+
+
+@pytest.mark.fault("S8")
+def test_a_client_that_reads_too_slowly_makes_no_node_rest() -> None:
+    with world() as here:
+        node = here.add("m", "mixed", fault=Fault.MID_ERROR)
+        for code, breaker in (("read_too_slowly", "closed"), ("scripted", "open")):
+            node.error_code = code
+            for _ in range(4):
+                tokens = here.tokens(here.complete(stream=True))
+                assert tokens.error is not None
+                assert tokens.error["code"] == code
+                here.until_idle()
+                if here.state()["nodes"][0]["breaker"] == "open":
+                    break
+            assert here.state()["nodes"][0]["breaker"] == breaker
+            assert here.state()["decisions"][0]["outcome"] == "broken"
+
+
+@pytest.mark.fault("S20")
+def test_what_is_shown_holds_nothing_that_a_client_wrote() -> None:
+    document = {"error": {"message": "temprature: 'my secret' is no number", "code": "invalid_value"}}
+    judged = judge("n", 400, document)
+    assert (str(judged), judged.document) == ("invalid_value", document)
+    for code in (None, 7, "my secret", "x" * 65):
+        assert str(judge("n", 400, {"error": {"message": "m", "code": code}})) == "no code"
+    with world() as here:
+        here.add("m", "mixed", fault=Fault.REJECT)
+        found = here.complete("my secret")
+        assert (found.status_code, found.json()["error"]["message"]) == (400, "prompt is wrong")
+        here.until_idle()
+        (attempt,) = here.state()["decisions"][0]["attempts"]
+        assert (attempt["outcome"], attempt["why"]) == ("rejected", "scripted")
 
 
 # --- the face ---------------------------------------------------------------------------------------------------------

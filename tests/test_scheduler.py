@@ -485,3 +485,39 @@ def test_who_comes_after_one_that_is_over_does_not_wait_for_it(how: str) -> None
         first.first_token_s = 1.0
     step(made, room)
     assert second in made.running
+
+
+# --- who was submitted together ---------------------------------------------------------------------------------------
+
+
+def submit(made: Scheduler, number: int, name: str) -> list[Request]:
+    """Requests that take turns with others."""
+    requests = [ask(1, 1, f"{name}{turn}") for turn in range(number)]
+    for turn, request in enumerate(requests):
+        made.add(request, 0.0, turn=turn)
+    return requests
+
+
+@pytest.mark.fault("S7")
+def test_submissions_take_turns_and_nobody_is_behind_all_of_another() -> None:
+    room = Room()
+    made = scheduler(room, running=2, waiting=100)
+    many = submit(made, 50, "many")
+    assert [request for request, _, _ in step(made, room)] == many[:2]
+    (one,), few = submit(made, 1, "one"), submit(made, 4, "few")
+    order = [request for _ in range(6) for request, _, _ in step(made, room)]
+    assert order == [
+        many[2], one, few[0], many[3], few[1], many[4], few[2], many[5], few[3], many[6], many[7], many[8],
+    ]  # fmt: skip
+
+
+@pytest.mark.fault("S7")
+def test_a_stream_of_newcomers_keeps_nobody_of_a_large_submission_out_for_ever() -> None:
+    room = Room()
+    made = scheduler(room, running=1, waiting=100)
+    many = submit(made, 10, "many")
+    done: list[Request] = []
+    for turn in range(80):
+        submit(made, 1, f"new{turn}-")
+        done += [request for request, _, _ in step(made, room)]
+    assert set(many) <= set(done)  # one in each round, however many others are in it

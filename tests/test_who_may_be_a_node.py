@@ -114,6 +114,23 @@ def test_a_name_is_its_host_s_while_the_lease_runs() -> None:
     assert loopback.heard(beat("a", url="http://localhost:2", epoch=2), 0.0) is Came.NEW
 
 
+@pytest.mark.fault("S22")
+def test_a_node_whose_clock_went_back_waits_for_its_own_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started again in its place, and says a smaller epoch than the process before it, which has died."""
+    table = NodeTable()
+    table.heard(beat("a", url="http://10.0.0.2:1", epoch=1_000_000), 0.0)
+    with pytest.raises(NameTaken, match="newer process"):
+        table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 1.0)
+    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 10.0) is Came.NEW
+    monkeypatch.setattr("headwater.serve.beats._TIMEOUT_S", WAIT_S)  # however busy the machine is
+    with routing(node_key=NodeKey.random()) as (url, router):
+        key = router.config.node_key
+        before = beat("here", url="http://127.0.0.1:1", epoch=10, lease_s=1.0).document()
+        assert httpx2.post(url + "/pd/nodes", json=before, auth=Signed(key=key), trust_env=False).status_code == 200
+        asyncio.run(asyncio.wait_for(_join(url, beat(role=Role.MIXED), key), WAIT_S))  # epoch 9
+        assert _urls(url) == {"here": "http://127.0.0.1:1"}
+
+
 def test_a_node_waits_for_its_name(directory: Path, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was started elsewhere while the lease of the old one ran; one that is still there keeps it."""
 
@@ -424,6 +441,19 @@ def test_a_ticket_is_good_for_one_answer(pair: Cluster) -> None:
     assert (again.status_code, again.json()["kind"]) == (502, "used")
     assert pair.take(pair.ticket(prompt), prompt).status_code == 200  # another ticket of the same prompt
     assert pair.ask({"prompt": prompt, "max_tokens": 4}).status_code == 200
+
+
+@pytest.mark.fault("S21")
+@pytest.mark.parametrize("end", [{"stop_token_ids": list(range(256))}, {"max_tokens": 1}])
+def test_a_ticket_whose_first_token_is_the_last_is_good_for_one_answer_too(pair: Cluster, end: dict[str, Any]) -> None:
+    prompt = list(range(1, 41))
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, **end}
+    ticket = pair.prefill.post("/pd/prefill", {"endpoint": COMPLETIONS, "body": body}).json()["ticket"]
+    asked = {"endpoint": COMPLETIONS, "body": body, "ticket": ticket}
+    for stream in (False, True):
+        found = pair.decode.post("/pd/decode", {**asked, "body": {**body, "stream": stream}})
+        assert (found.status_code, stream) in ((200, False), (502, True)), found.text
+    assert found.json()["kind"] == "used"
 
 
 def test_a_forged_ticket_is_refused(pair: Cluster) -> None:

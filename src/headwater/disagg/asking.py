@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from headwater.disagg.events import event_of
 from headwater.disagg.nodes import NodeTable, Visit
+from headwater.disagg.outcome import READ_TOO_SLOWLY
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
 from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
 from headwater.metrics import Metrics
@@ -24,11 +25,17 @@ _DECODE: Final = "/pd/decode"
 class Asker:
     """Asks nodes. For one event loop."""
 
-    def __init__(self, relay: Relay, nodes: NodeTable, metrics: Metrics, *, changed: Callable[[], None]) -> None:
-        """`changed` is called when a slot was given back."""
+    def __init__(
+        self, relay: Relay, nodes: NodeTable, metrics: Metrics, *, fair_s: float, changed: Callable[[], None]
+    ) -> None:
+        """A node that was given `fair_s` is too slow; one that was given less, by a client in a hurry, may not be.
+
+        `changed` is called when a slot was given back.
+        """
         self._relay = relay
         self._nodes = nodes
         self._metrics = metrics
+        self._fair_s = fair_s
         self._changed = changed
 
     async def prefill(self, trip: Trip, visit: Visit) -> dict[str, Any]:
@@ -68,7 +75,7 @@ class Asker:
                     await self._whole(trip, visit, attempt, heard, client)
 
     async def _whole(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
-        document = await heard.whole()
+        document = await heard.whole(asked_for=True)
         if not isinstance(document.get("choices"), list):
             raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
         now_s = asyncio.get_running_loop().time()
@@ -81,6 +88,7 @@ class Asker:
 
     async def _stream(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
         now_s = asyncio.get_running_loop().time
+        trouble = Trouble.FAILED
         async for event, said in heard.events():
             if not trip.begun:
                 if "choices" not in said:
@@ -94,11 +102,13 @@ class Asker:
             await client.event(event)
             if "error" in said:  # the node's own last word; the client has it
                 trip.outcome = Outcome.BROKEN
+                if isinstance(said["error"], dict) and said["error"].get("code") == READ_TOO_SLOWLY:
+                    trouble = Trouble.REJECTED  # the client's fault
         await client.end()
         trip.done = True
         await heard.tidy()
         if trip.outcome is Outcome.BROKEN:
-            raise Unanswered(Trouble.FAILED, f"{visit.name} ended its stream with an error")
+            raise Unanswered(trouble, f"{visit.name} ended its stream with an error")
 
     @contextmanager
     def _visiting(self, trip: Trip, visit: Visit, phase: Phase) -> Iterator[Attempt]:
@@ -118,7 +128,7 @@ class Asker:
         except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
             late = isinstance(error, asyncio.CancelledError) and now_s() >= trip.call.until_s
             attempt.outcome = "late" if late else "gone"
-            if late:
+            if late and now_s() - attempt.began_s >= self._fair_s:
                 self._nodes.failed(visit, now_s(), at_once=False)
             else:
                 self._nodes.unproven(visit, now_s())

@@ -66,6 +66,7 @@ class Beat:
     lease_s: float  # believed for so long; 0: it leaves
     epoch: int = 0  # grows with every start of the process that has this name
     max_model_len: int | None = None  # tokens that a request may have, its answer included
+    max_answers: int | None = None  # that a request may ask for, all its prompts together
     draining: bool = False  # takes nothing new
     clock_s: float | None = None  # what its clock on the wall shows
     load: Load = field(default_factory=Load)
@@ -84,8 +85,9 @@ class Beat:
         _require_url(self.url)
         _require_count("block_tokens", self.block_tokens, 1)
         _require_count("epoch", self.epoch, 0, 1 << 64)
-        if self.max_model_len is not None:
-            _require_count("max_model_len", self.max_model_len, 1)
+        for name in ("max_model_len", "max_answers"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name), 1)
         _require_number("lease_s", self.lease_s, above=-1, most=MAX_LEASE_S)
         if self.lease_s < 0:
             raise InvalidInput(f"lease_s must not be negative, not {self.lease_s!r}")

@@ -144,8 +144,8 @@ class NodeTable:
 
     @staticmethod
     def _require_name(known: Beat, beat: Beat) -> None:
-        if beat.epoch < known.epoch:
-            raise NodeRefused(f"a newer process is called {beat.node}: give this one another name, or end it")
+        if beat.epoch < known.epoch:  # or its clock went back, and its former self has gone
+            raise NameTaken(f"a newer process is called {beat.node}: give this one another name, or end it")
         if beat.epoch > known.epoch and _host(beat.url) != _host(known.url):
             raise NameTaken(
                 f"{beat.node} is the name of a node at {known.url}, and not of one at {beat.url}: give each node a "
@@ -234,6 +234,12 @@ class NodeTable:
             both = [most for most in (limit, one.beat.max_model_len) if most is not None]
             found[one.beat.model] = (min(both, default=None), min(since_s, one.since_s))
         return found
+
+    def max_answers(self) -> int | None:
+        """Answers to one request that some node here could give; None: nobody knows."""
+        said = [one.beat.max_answers for one in self._entries.values() if one.beat.role is not Role.PREFILL]
+        known = [most for most in said if most is not None]
+        return max(known, default=None) if len(known) == len(said) else None
 
     def blocks(self) -> tuple[bytes, int] | None:
         """The identity of all nodes and their blocks' tokens; None where there are none. From any thread."""

@@ -9,6 +9,8 @@ from headwater.storage.base import GetStatus, PutStatus
 from headwater.storage.pending import CallEnd, Pending
 from headwater.transfer.row import Reached, Why
 
+READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about
+
 
 class Reason(enum.StrEnum):
     """Why a handoff ended before its end."""

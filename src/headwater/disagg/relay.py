@@ -17,6 +17,7 @@ from the environment.
 import asyncio
 import enum
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "u
 _NO_ROOM: Final = (429, 503)
 _MAX_ERROR_BYTES: Final = 64 << 10
 _MAX_REASON: Final = 300
+_CODE: Final = re.compile("[a-z_]{1,64}")
 _TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
 
 
@@ -103,13 +105,20 @@ class Heard:
             return value if 0 <= value < 1e6 else None
         return None
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer, a JSON object. Raises Unanswered."""
+    async def whole(self, *, asked_for: bool = False) -> dict[str, Any]:
+        """The answer, a JSON object. Raises Unanswered.
+
+        `asked_for`: its size is the client's choice. One that is too large is then no fault of the node.
+        """
         body = bytearray()
         while (chunk := await self._chunk()) is not None:
             body += chunk
             if len(body) > self._limit_bytes:
-                raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
+                raise (
+                    _too_large(self._limit_bytes)
+                    if asked_for
+                    else Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
+                )
         found = _object(bytes(body))
         if found is None:
             raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
@@ -343,13 +352,20 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
     if status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, about, status=503)
     if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
-        return Unanswered(Trouble.REJECTED, reason, status=status, document=dict(document))
+        # Only the client hears the message, which may hold what it wrote: what is said here is shown to others.
+        return Unanswered(Trouble.REJECTED, _code(error), status=status, document=dict(document))
     kind = (document or {}).get("kind")
     if status == 502 and isinstance(kind, str) and kind in PREFILL_AGAIN:
         at = (document or {}).get("first_missing_block")
         where = f" from block {at} on" if isinstance(at, int) else ""
         return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
     return Unanswered(Trouble.FAILED, about)
+
+
+def _too_large(limit_bytes: int) -> Unanswered:
+    message = f"the answer is larger than the {limit_bytes} bytes that a router holds: ask for less of it, or stream it"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "answer_too_large"}
+    return Unanswered(Trouble.REJECTED, "answer_too_large", status=400, document={"error": error})
 
 
 def _untrusted(node: str, error: NotProven) -> Unanswered:
@@ -374,6 +390,12 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _code(error: Mapping[str, Any]) -> str:
+    """What is wrong, in a word of a node's own."""
+    code = error.get("code")
+    return code if isinstance(code, str) and _CODE.fullmatch(code) else "no code"
 
 
 def _words(error: Exception) -> str:

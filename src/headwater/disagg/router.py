@@ -55,6 +55,7 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
     503, 429            no room. At once: nothing was begun. Another node is asked, and this one left alone for a moment
     400, 413, 422,      the client's fault: the client gets this body and status
     404 `model_not_found`
+                        So is a 200 of more than `max_answer_bytes`: 400 `answer_too_large`
     any other           a failure, told in `message`: another node is asked; three in a row and the node is left alone
 
 `GET /pd/attempts/{x-headwater-attempt}`, asked when a node says nothing for `silence_s`:
@@ -68,12 +69,13 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
     {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
      "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,
      "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,  "clock_s": wall clock,
+     "max_answers": int, that a request may ask for in all,
      "load": {"running", "waiting", "free_slots": requests that it would take now; at 0 it would refuse},
      "rates": {"prefill_tokens_per_s", "decode_tokens_per_s", "pool_tokens_per_s"}}      all from "epoch" on may lack
 
     200  {"node", "came": "new" | "known" | "left", "draining": whether it will be given anything new}
     400  a field is wrong           409  it does not fit those that are here: the message says what to change. With the
-                                         code `name_taken` another host's node has its name, until its lease ends
+                                         code `name_taken` another node has its name, until its lease ends
 
 `POST /pd/drain` at the router: {"node", "draining": bool, true if left out}. 200 {"node", "draining", "requests": of
 this router that it still works on}, 404 if no such node is there.
@@ -124,7 +126,9 @@ class Router:
             max_answer_bytes=config.max_answer_bytes,
             node_key=config.node_key,
         )
-        self._asker = Asker(self._relay, self.nodes, metrics, changed=self._changed)
+        self._asker = Asker(
+            self._relay, self.nodes, metrics, fair_s=config.request_timeout_s / 2, changed=self._changed
+        )
         self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
         self._entrance, self._handover = Gate(), Gate()
         self._trips: set[Trip] = set()
@@ -304,6 +308,7 @@ class Router:
         self._changed()
 
     async def _travel(self, trip: Trip, client: Client) -> None:
+        self._require_answers(trip.call)
         trip.held = await self._looker.look(trip.call.endpoint, trip.call.body)
         trip.add("queue", asyncio.get_running_loop().time() - trip.began_s)
         ticket: Mapping[str, Any] | None = None
@@ -319,6 +324,15 @@ class Router:
             except Unanswered as trouble:
                 if self._must_prefill(trip, candidate, trouble):
                     ticket = None
+
+    def _require_answers(self, call: Call) -> None:
+        """Refuse what no node that is here could ever do. Raises NoAnswer."""
+        most = self.nodes.max_answers()
+        if most is not None and call.num_answers > most:
+            message = f"{call.num_answers} answers are more than the {most} that a node gives at once"
+            param = "prompt" if call.body.get("n") in (None, 1) else "n"
+            error = {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}
+            raise NoAnswer(Outcome.REJECTED, 400, message, code="rejected", document={"error": error})
 
     def _must_prefill(self, trip: Trip, candidate: Candidate, trouble: Unanswered) -> bool:
         """What to do next: whether a ticket is worth nothing any more. Raises NoAnswer if nobody else may be tried."""

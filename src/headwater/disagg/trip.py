@@ -67,6 +67,14 @@ class Call:
         """Whether events are wanted."""
         return self.body.get("stream") is True
 
+    @property
+    def num_answers(self) -> int:
+        """How many are asked for, as far as that can be seen here: nodes know it for certain."""
+        number, prompts = self.body.get("n"), self.body.get("prompt")
+        several = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
+        per_prompt = number if isinstance(number, int) and number > 0 else 1
+        return per_prompt * (len(prompts) if isinstance(prompts, list) and several else 1)
+
     def size(self, held: Held | None) -> Size:
         """How large it is, roughly."""
         prompt = self.body.get("prompt")

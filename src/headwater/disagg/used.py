@@ -1,8 +1,8 @@
 """Which tickets a decode node has answered: each is good for one answer, as long as it lives. Pure; told the time.
 
-An attempt that fails before its first token gives its ticket back: the router may try it again, here too. What is
-remembered is a ticket's nonce, until it expires, so there is an end to it; when MAX_USED are remembered, no more are
-taken for a while. A process that is started again has forgotten them.
+An attempt that fails before anything is known of its answer gives its ticket back: the router may try it again, here
+too. What is remembered is a ticket's nonce, until it expires, so there is an end to it; when MAX_USED are remembered,
+no more are taken for a while. A process that is started again has forgotten them.
 """
 
 import enum

@@ -317,11 +317,11 @@ class Engine:
             for request in group:
                 self._tell_end(request, Finish.REFUSED, "there is no room for this request now")
             return
-        for request in group:
-            if isinstance(request.handoff, Taking):
-                continue
+        waiting = [request for request in group if not isinstance(request.handoff, Taking)]
+        waiting.sort(key=lambda request: request.after is not None)  # every prompt's first answer before all others
+        for turn, request in enumerate(waiting):
             try:
-                self._scheduler.add(request, time.monotonic())
+                self._scheduler.add(request, time.monotonic(), turn=turn)
             except QueueFull as error:
                 self._tell_end(request, Finish.FAILED, str(error))
 

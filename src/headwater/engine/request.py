@@ -182,6 +182,7 @@ class Request:
     handoff: Sending | Taking | None = None
     after: "Request | None" = None  # one with the same prompt: it starts when that one has computed it, and finds it
     arrived_s: float = 0.0
+    round: int = 0  # its place in line: the scheduler's
     cancelled: bool = False  # set by anybody, heeded at the next step
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and answer

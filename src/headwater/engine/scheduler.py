@@ -6,6 +6,10 @@ the youngest: that one gives its slots back and waits at the head of the queue; 
 so coming back costs little. A request that comes after another one with the same prompt is passed over until that one
 has computed it; nothing is asked or taken for it before.
 
+Requests that were submitted together take turns with others, one of each submission in a round: the first is in the
+round after the one that is being let in when they come, the second in the next, and so on. So whoever asks for one
+answer is not behind all of somebody's two hundred, and no stream of newcomers keeps those out.
+
 Invariants: a request is in one place (`waiting` or `running`) until it is over. The queue is bounded. Nothing waits for
 a store longer than the connector says. Who is being handed over keeps its slots.
 """
@@ -73,18 +77,26 @@ class Scheduler:
     """The queue and the running requests of one engine."""
 
     def __init__(self, slots: Slots, *, max_running: int, max_waiting: int, step_tokens: int) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # in the order in which they are let in
         self.running: list[Request] = []  # oldest first; those that load are among them
         self._slots = slots
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._step_tokens = step_tokens
+        self._round = 0  # of who was let in last
 
-    def add(self, request: Request, now_s: float) -> None:
-        """Queue a request, and have the stores asked. Raises QueueFull."""
+    def add(self, request: Request, now_s: float, *, turn: int = 0) -> None:
+        """Queue a request, and have the stores asked. `turn`: so many of its submission are before it.
+
+        Raises QueueFull.
+        """
         if len(self.waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self.waiting)} requests are waiting: try again later")
-        self.waiting.append(request)
+        request.round = self._round + 1 + turn
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].round > request.round:
+            at -= 1
+        self.waiting.insert(at, request)
         if not request.waits:
             self._slots.ask(request, now_s)
 
@@ -152,6 +164,7 @@ class Scheduler:
             if not self._slots.may_start(request, now_s) or not self._slots.admit(request):
                 return
             del self.waiting[at]
+            self._round = max(self._round, request.round)
             self.running.append(request)
             if self._slots.loaded(request):
                 request.phase = Phase.RUNNING

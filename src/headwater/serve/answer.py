@@ -3,8 +3,9 @@
 An answer has one *choice* for each request of the engine that it takes: several, where a client wants several answers
 to a prompt, or sent several prompts. They come as they come; each is a text of its own.
 
-The engine's thread hands each output to the loop and never waits for it. Outputs that were not fetched yet lie in a
-queue without a bound of its own: one output per token, so `max_tokens` bounds it, however slowly a client reads.
+The engine's thread hands each output to the loop and never waits for it. Outputs that were not fetched yet, because a
+client reads slowly, lie in the answer. How much lies in all answers together is bounded (`Unread`): when that is too
+much, the answer in which most of it lies is given up.
 
 Not here: HTTP, OpenAI's shapes, what a token is called.
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.outcome import Missing
@@ -27,7 +29,9 @@ from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
 from headwater.engine.request import Finish, Output, Phase, Request, Sampling, Sending, Taking, TokenLogprob, Usage
 from headwater.engine.tokenizer import Detokenizer
-from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late
+from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late, too_slow
+
+MAX_UNREAD: Final = 1 << 18  # outputs and alternatives that lie in all answers of a server: some 50 MB
 
 
 class ClientLeft(HeadwaterError):
@@ -149,17 +153,44 @@ class Choice:
         return piece
 
 
-class Answer:
-    """What becomes of a client's request. Belongs to the event loop that made it; `cancel` it in the end, always."""
+class Unread:
+    """How much lies in the answers of a server: tokens, and alternatives to them. For one event loop."""
 
-    def __init__(self, engine: Engine, *, timeout_s: float, until_s: float) -> None:
+    def __init__(self, limit: int = MAX_UNREAD) -> None:
+        self._limit = limit
+        self._num = 0
+        self._by_answer: dict[Answer, int] = {}
+
+    @property
+    def num(self) -> int:
+        """In all."""
+        return self._num
+
+    def add(self, answer: "Answer", number: int) -> None:
+        """So much more lies in an answer, or less. Where that is too much, the largest is given up."""
+        self._num += number
+        self._by_answer[answer] = self._by_answer.get(answer, 0) + number
+        if number > 0 and self._num > self._limit:
+            max(self._by_answer, key=self._by_answer.__getitem__).give_up()
+
+    def forget(self, answer: "Answer") -> None:
+        """Nothing lies in it any more. Idempotent."""
+        self._num -= self._by_answer.pop(answer, 0)
+
+
+class Answer:
+    """What becomes of a client's request. Belongs to the event loop that made it; `close` it in the end, always."""
+
+    def __init__(self, engine: Engine, unread: Unread, *, timeout_s: float, until_s: float) -> None:
         """`until_s` is on the loop's clock. `add` choices, then `begin`."""
         self.choices: list[Choice] = []
         self.error: ApiError | None = None  # why there was no answer, or no more of it
         self.first_s: float | None = None  # on the loop's clock: when its first token came
         self._engine = engine
+        self._unread = unread
+        self._dropping = False  # nobody wants what still comes
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[tuple[Choice, Output]] = asyncio.Queue()
+        self._outputs: asyncio.Queue[tuple[Choice, Output] | None] = asyncio.Queue()  # None: it was given up
         self._timeout_s = timeout_s
         self._until_s = until_s
         self._num_over = 0
@@ -209,6 +240,11 @@ class Answer:
     def finish_reason(self) -> str | None:
         """Why its first choice ended; known when all have."""
         return self.choices[0].finish_reason if self._num_over == len(self.choices) else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything is known of it: a token, or that a choice has none."""
+        return self.first_s is not None or any(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def usage(self) -> Usage | None:
@@ -276,18 +312,37 @@ class Answer:
             if choice.usage is None:
                 self._engine.cancel(choice.request)
 
+    def give_up(self) -> None:
+        """Too much lies here that the client has not read: whoever calls `next` hears so."""
+        self.close()
+        self._outputs.put_nowait(None)
+
+    def close(self) -> None:
+        """Cancel it, and let go of what lies here and of what still comes. Idempotent."""
+        self.cancel()
+        self._dropping = True
+        while not self._outputs.empty():
+            self._outputs.get_nowait()
+        self._unread.forget(self)
+
     def leave(self) -> None:
         """The client went away: whoever waits in `next` hears so."""
         self._client_left = True
         self.cancel()
 
     async def _output(self) -> tuple[Choice, Output]:
+        if not self._outputs.empty():
+            await asyncio.sleep(0)  # however much lies here: others have their turn between two outputs
         try:
             async with asyncio.timeout_at(self._until_s):
-                return await self._outputs.get()
+                found = await self._outputs.get()
         except TimeoutError as error:
             self.cancel()
             raise too_late(self._timeout_s) from error
+        if found is None:
+            raise too_slow()
+        self._unread.add(self, -_weight(found[1]))
+        return found
 
     def _end(self, choice: Choice, output: Output) -> None:
         self._num_over += 1
@@ -308,7 +363,17 @@ class Answer:
     def _listen(self, choice: Choice, output: Output) -> None:
         """Called by the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, (choice, output))
+            self._loop.call_soon_threadsafe(self._put, choice, output)
+
+    def _put(self, choice: Choice, output: Output) -> None:
+        if not self._dropping:
+            self._outputs.put_nowait((choice, output))
+            self._unread.add(self, _weight(output))
+
+
+def _weight(output: Output) -> int:
+    """What it counts for in memory, roughly: itself, and its alternatives."""
+    return 1 + sum(len(one.top) for one in output.logprobs)
 
 
 def total_usage(found: Sequence[tuple[bool, Usage]]) -> Usage:

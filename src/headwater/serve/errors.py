@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.disagg.outcome import Reason
+from headwater.disagg.outcome import READ_TOO_SLOWLY, Reason
 
 RETRY_AFTER_S: Final = 1
 
@@ -50,6 +50,15 @@ def unsupported(param: str, message: str) -> ApiError:
 def too_long(param: str, message: str) -> ApiError:
     """400: more tokens than a request may have."""
     return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def answer_too_large(limit_bytes: int) -> ApiError:
+    """400: an answer that is not streamed is held until it is whole."""
+    message = (
+        f"the answer is larger than the {limit_bytes} bytes that one in one piece may have: ask for fewer or shorter "
+        "answers, for fewer logprobs, or stream it"
+    )
+    return ApiError(400, message, code="answer_too_large")
 
 
 def unknown_model(name: str, served: str) -> ApiError:
@@ -188,6 +197,11 @@ def used_ticket() -> ApiError:
 def too_late(timeout_s: float) -> ApiError:
     """504: the answer did not come in time."""
     return ApiError(504, f"the answer took longer than {timeout_s:g} s", kind="server_error", code="timeout")
+
+
+def too_slow() -> ApiError:
+    """408: nobody read what was said, until there was too much of it."""
+    return ApiError(408, "the answer was given up: it was read too slowly", code=READ_TOO_SLOWLY)
 
 
 def not_finite() -> ApiError:

@@ -5,7 +5,7 @@ Invariant: a stream begins with the first piece of text, so what fails before it
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
@@ -15,14 +15,15 @@ from headwater.serve import errors
 from headwater.serve.answer import Answer, ClientLeft, Piece
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
-from headwater.serve.logprobs import token_id, token_name
+from headwater.serve.logprobs import token_id
 from headwater.serve.openai import Api, Head, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
+from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
 try:
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse
+    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
@@ -70,7 +71,7 @@ class Generate(Endpoint):
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, api = self._service, self._api
         question = await service.read(arrival, api)
-        with service.place():
+        with service.places(question.asked.num_answers):
             answer = service.submit(arrival, api, question)
             with service.answering(arrival, answer):
                 await Reply(service, arrival, api, question.asked, answer).send(send)
@@ -92,21 +93,17 @@ class Reply:
         if self._asked.stream:
             await self._stream(send)
         else:
-            document = await self._whole()
-            response = JSONResponse(document, headers=dict(self._times()))
+            body = await self._whole()
+            response = Response(body, media_type="application/json", headers=dict(self._times()))
             await response(self._arrival.http.scope, self._arrival.http.receive, send)
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> bytes:
         answer = self._answer
-        pieces: list[list[Piece]] = [[] for _ in answer.choices]
+        whole = WholeAnswer(self._api, self._head, len(answer.choices), max_bytes=MAX_ANSWER_BYTES)
         while (more := await answer.next()) is not None:
             choice, piece = more
-            pieces[choice.index].append(piece)
-        choices = [
-            self._api.choice(choice.index, _joined(pieces[choice.index]), choice.finish_reason, self._name)
-            for choice in answer.choices
-        ]
-        return self._head.document(self._api.whole, choices, usage=self._usage())
+            whole.add(choice.index, piece, self._name)
+        return whole.body(answer.choices, self._usage())
 
     async def _stream(self, send: Send) -> None:
         answer, head, asked = self._answer, self._head, self._asked
@@ -160,11 +157,7 @@ class Reply:
         return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases)
 
     def _name(self, token: int) -> str:
-        return token_id(token) if self._asked.tokens_as_ids else token_name(self._service.running.tokenizer, token)
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    return Piece("".join(one.text for one in pieces), tuple(like for one in pieces for like in one.likelihoods))
+        return token_id(token) if self._asked.tokens_as_ids else self._service.token_names(token)
 
 
 async def _send_event(send: Send, document: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of OpenAI's two APIs. Pure."""
+"""Log-probabilities in the shapes of OpenAI's two APIs, and what tokens are called in them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +13,28 @@ NameToken: TypeAlias = Callable[[int], str]  # what a token is called
 
 _BY_NUMBER: Final = "token_id:"
 _LEAST: Final = -9999.0  # JSON has no infinity
+_MAX_NAMES: Final = 1 << 16
+
+
+class TokenNames:
+    """What the tokens of a vocabulary are called, remembered: a token of an answer asks for up to twenty-one names.
+
+    `max_names` are kept. For one thread.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", max_names: int = _MAX_NAMES) -> None:
+        self._tokenizer = tokenizer
+        self._max_names = max_names
+        self._names: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """A token's name."""
+        found = self._names.get(token)
+        if found is None:
+            if len(self._names) >= self._max_names:
+                self._names.clear()
+            found = self._names[token] = token_name(self._tokenizer, token)
+        return found
 
 
 def token_name(tokenizer: "Tokenizer", token: int) -> str:

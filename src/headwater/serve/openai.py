@@ -3,6 +3,7 @@
 Pure values in and out; no sockets, no engine. Beyond OpenAI's shapes, answers have `usage.headwater`.
 """
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
-    from headwater.serve.answer import Piece
+    from headwater.serve.answer import Likelihood, Piece
 
 Document: TypeAlias = dict[str, Any]
 
@@ -39,8 +40,12 @@ class Api(ABC):
         """A body's prompts alone, whatever else it says. Raises ApiError."""
 
     @abstractmethod
-    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
-        """A whole answer as one of a response's choices. `name` says what a token is called."""
+    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
+        """Log-probabilities of tokens; None where there are none. `name` says what a token is called."""
+
+    @abstractmethod
+    def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
+        """A whole answer as one of a response's choices, as JSON."""
 
     @abstractmethod
     def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
@@ -64,14 +69,19 @@ class Completions(Api):
         """A body's prompts alone."""
         return completion_prompts(body)
 
-    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
+    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
+        """Lists side by side."""
+        return completion_logprobs(likelihoods, name)
+
+    def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""
-        logprobs = completion_logprobs(piece.likelihoods, name)
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
+        form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
+        return form % (index, said.text, said.logprobs, dump(finish_reason))
 
     def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """The same as a whole one, with less in it."""
-        return self.choice(index, piece, finish_reason, name)
+        logprobs = self.logprobs(piece.likelihoods, name)
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class Chat(Api):
@@ -92,21 +102,60 @@ class Chat(Api):
         """A body's conversation alone."""
         return chat_prompts(body)
 
-    def choice(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
+    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
+        """One entry per token."""
+        return chat_logprobs(likelihoods, name)
+
+    def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"index": index, "message": message, **self._rest(piece, finish_reason, name)}
+        message = b'{"role":"assistant","content":%b,"refusal":null}' % said.text
+        form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":%b}'
+        return form % (index, message, said.logprobs, dump(finish_reason))
 
     def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
         """More of an answer; the first says whose it is."""
         delta: Document = {"role": "assistant"} if first else {}
         if first or piece:
             delta["content"] = piece.text
-        return {"index": index, "delta": delta, **self._rest(piece, finish_reason, name)}
+        logprobs = self.logprobs(piece.likelihoods, name)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    @staticmethod
-    def _rest(piece: "Piece", finish_reason: str | None, name: NameToken) -> Document:
-        return {"logprobs": chat_logprobs(piece.likelihoods, name), "finish_reason": finish_reason}
+
+class Said:
+    """What a choice has said so far, as JSON that grows: pieces of a text are escaped one by one, lists are joined."""
+
+    def __init__(self) -> None:
+        self._text = bytearray()  # between its quotes
+        self._lists: dict[str, bytearray] = {}  # of log-probabilities, between their brackets
+        self._others: Document = {}  # fields that are no lists
+
+    def add(self, text: str, logprobs: Document | None) -> int:
+        """More of it; returns how many bytes that is."""
+        more = dump(text)[1:-1]
+        self._text += more
+        num_bytes = len(more)
+        for field, value in (logprobs or {}).items():
+            if not isinstance(value, list):
+                self._others[field] = value
+                continue
+            entries, joined = dump(value)[1:-1], self._lists.setdefault(field, bytearray())
+            joined += b"," + entries if joined else entries
+            num_bytes += len(entries) + 1
+        return num_bytes
+
+    @property
+    def text(self) -> bytes:
+        """All of it, with its quotes."""
+        return b'"%b"' % bytes(self._text)
+
+    @property
+    def logprobs(self) -> bytes:
+        """All of them, or null."""
+        if not self._lists:
+            return b"null"
+        lists = [b"%b:[%b]" % (dump(field), bytes(joined)) for field, joined in self._lists.items()]
+        others = [b"%b:%b" % (dump(field), dump(value)) for field, value in self._others.items()]
+        return b"{%b}" % b",".join(lists + others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +204,8 @@ def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str], phases: 
             "phases": dict(phases),
         },
     }
+
+
+def dump(value: object) -> bytes:
+    """JSON without blanks."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

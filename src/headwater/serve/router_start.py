@@ -2,7 +2,7 @@
 
 With a residency index the router wants to know who holds a prompt, so it needs the prompt in tokens: those of clients
 that send tokens it has, for text it needs the model's tokenizer (`--model`). What it cannot read is routed by load and
-speed alone, and so is a text that would take too long: one in a large body.
+speed alone, and so is a text that would take too long: one in a large body, or one that a chat template makes large.
 """
 
 import logging
@@ -21,7 +21,7 @@ from headwater.metrics import Metrics
 from headwater.serve.asked import Messages, salt_of
 from headwater.serve.body import Fields
 from headwater.serve.errors import ApiError
-from headwater.serve.limits import MAX_CONNECTIONS, fit_connections, router_limits
+from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections, router_limits
 from headwater.serve.prompts import encode
 from headwater.serve.reading import APIS, LargeBody
 from headwater.serve.router_server import RouterServer
@@ -105,7 +105,7 @@ def reader(model: Path | None) -> Read:
                 tokens = prompt
             elif tokenizer is not None:
                 added = fields.flag("add_special_tokens", default=not isinstance(prompt, Messages))
-                tokens = encode(tokenizer, api, prompt, add_special_tokens=added)
+                tokens = encode(tokenizer, api, prompt, add_special_tokens=added, max_chars=SMALL_BYTES)
             else:
                 return None
             return Asking(tokens, salt_of(fields))

@@ -1,14 +1,14 @@
 """An engine and who is being answered: the way of a request from its body into the engine, whatever is asked of it.
 
-    body (`bodies.py`) -> Asked, tokens (`reading.py`) -> a place -> Engine.submit -> an Answer
+    body (`bodies.py`) -> Asked, tokens (`reading.py`) -> places -> Engine.submit -> an Answer
 
 Not here: routes and keys (`app.py`, `door.py`), what fields mean (`openai.py`), how an answer is said (`generate.py`,
 `tickets.py`), sockets and signals (`server.py`).
 
 Invariants:
 - Whatever ends a request, its engine request is cancelled or over.
-- A request has a place from when it is read to the last byte of its answer; there are as many as the engine takes. So a
-  body that does not come, or takes long to read, is in nobody's way.
+- A request has a place for each of its choices, from when it is read to the last byte of its answer; there are as many
+  as the engine takes. So a body that does not come, or takes long to read, is in nobody's way.
 - A request's time begins with its first byte, and everything here ends with it.
 - An attempt of a router is known from its arrival to its end, and only once at a time.
 """
@@ -30,12 +30,13 @@ from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
-from headwater.serve.answer import Answer, Transcript
+from headwater.serve.answer import Answer, Transcript, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.door import request_id, timeout_s, visit_of
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import SMALL_BYTES, Limits, limits_of
+from headwater.serve.logprobs import TokenNames
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
@@ -50,6 +51,7 @@ except ModuleNotFoundError as error:
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
 _NUM_READING: Final = 4  # small bodies that are read at a time
+_MAX_TOLD: Final = 1 << 18  # log-probabilities in an answer in one piece: 12,483 tokens with 20 alternatives each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +93,11 @@ class Service:
         self.node: Final = config.node or default_node()
         self.fingerprint: Final = f"hw-{running.engine.model.identity.digest.hex()[:12]}"
         self.tiers: Final = ("device", *running.cache.brain.tiers)
+        self.token_names: Final = TokenNames(running.tokenizer)
+        self.unread: Final = Unread()
         self.stopping = False  # nothing new is taken
         self._attempts: dict[str, Answer | None] = {}  # under way
-        self._num_inside = 0  # places that are taken
+        self._num_inside = 0  # places that are taken: choices
         max_tokens = running.engine.max_tokens
         max_chars = config.max_prompt_chars or max_tokens * running.tokenizer.longest_token
         reader: dict[str, Any] = {
@@ -126,7 +130,7 @@ class Service:
     @contextmanager
     def arriving(self, http: Request) -> Iterator[Arrival]:
         """Come in with a request, before its body is read. Raises ApiError if there is no room now, or no more."""
-        self._require_place()
+        self._require_places(1)
         said = http.headers.get(ATTEMPT)
         if said is not None and not _WORD.fullmatch(said):
             raise errors.invalid(None, f"{ATTEMPT} must be a word of up to 128 characters, not {errors.shown(said)}")
@@ -146,25 +150,26 @@ class Service:
             del self._attempts[arrival.attempt]
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Take a place. Raises ApiError if there is none, or no more."""
-        self._require_place()
-        self._num_inside += 1
+    def places(self, number: int) -> Iterator[None]:
+        """Take places, one for each choice. Raises ApiError if there are not so many, or no more."""
+        self._require_places(number)
+        self._num_inside += number
         try:
             yield
         finally:
-            self._num_inside -= 1
+            self._num_inside -= number
 
-    def _require_place(self) -> None:
+    def _require_places(self, number: int) -> None:
         if self.stopping:
             raise errors.closing()
-        if not self.num_free:
+        if number > self.num_free:
             raise errors.queue_full()
 
     @property
     def num_free(self) -> int:
-        """Places that are free."""
-        return self.config.max_running + self.config.max_waiting - self._num_inside
+        """Choices that would be taken now."""
+        engine = self.running.engine  # which may have some that nobody waits for any more
+        return max(0, engine.max_requests - max(self._num_inside, engine.num_requests))
 
     @contextmanager
     def answering(self, arrival: Arrival, answer: Answer) -> Iterator[None]:
@@ -175,7 +180,7 @@ class Service:
             yield
         finally:
             listener.cancel()
-            answer.cancel()
+            answer.close()
             self._count(answer)
 
     @property
@@ -248,7 +253,8 @@ class Service:
         choices are computed where the prompt's blocks are read to.
         """
         asked = question.asked
-        answer = Answer(self.running.engine, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
+        _require_few_logprobs(asked)
+        answer = Answer(self.running.engine, self.unread, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
         for i, tokens in enumerate(question.prompts):
             handoff = handoffs[i] if handoffs else None
             # Without a cache each prompt is a tenant of its own, whose blocks nobody else can find.
@@ -324,6 +330,19 @@ class Service:
         if asked.min_tokens > most:
             raise errors.invalid("min_tokens", f"min_tokens is {asked.min_tokens}, and at most {most} are generated")
         return most
+
+
+def _require_few_logprobs(asked: Asked) -> None:
+    """Refuse more of them than one body should hold. Where nobody said how many tokens, the body's size decides."""
+    if asked.logprobs is None or asked.stream or asked.max_tokens is None:
+        return
+    number = asked.num_answers * asked.max_tokens * (asked.logprobs + 1)
+    if number > _MAX_TOLD:
+        message = (
+            f"{asked.num_answers} answers of {asked.max_tokens} tokens with {asked.logprobs} alternatives each are "
+            f"{number} log-probabilities, and an answer in one piece may have {_MAX_TOLD}: ask for fewer, or stream"
+        )
+        raise errors.invalid("logprobs", message)
 
 
 async def _notice_leaving(http: Request, answer: Answer) -> None:

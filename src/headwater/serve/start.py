@@ -91,6 +91,7 @@ def heartbeats(service: Service) -> Beats | None:
             lease_s=lease_s,
             epoch=epoch,
             max_model_len=engine.max_tokens,
+            max_answers=config.max_running if config.role is Role.DECODE else engine.max_requests,
             draining=service.stopping or not engine.alive,
             clock_s=time.time(),
             load=Load(running=running_now, waiting=waiting, free_slots=free),

@@ -74,7 +74,7 @@ class Prefill(_Asked):
             timeout_s=service.config.pd_timeout_s,
             request=arrival.request_id,
         )
-        with service.place():
+        with service.places(len(question.prompts)):
             answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
             with service.answering(arrival, answer), _Line(self.path, arrival, answer):
                 while await answer.next() is not None:
@@ -97,9 +97,10 @@ class Decode(_Asked):
         service, config = self._service, self._service.config
         envelope = await service.read_envelope(arrival, _TICKET_BYTES)
         api, question = APIS[envelope.endpoint], envelope.question
-        if len(question.prompts) > config.max_running:  # all of them, or none: it would be refused for ever
-            message = f"{len(question.prompts)} prompts are more than the {config.max_running} that run here at once"
-            raise errors.invalid(api.prompt_param, message)
+        num_answers, asked = question.asked.num_answers, question.asked
+        if num_answers > config.max_running:  # nobody waits here: what does not run at once would be in others' way
+            message = f"{num_answers} answers are more than the {config.max_running} that run here at once"
+            raise errors.invalid("n" if asked.num_choices > 1 else api.prompt_param, message)
         tickets = await asyncio.to_thread(self._tickets, envelope.ticket, question)
         # Half of the time at most for reading: what does not come is to be computed in the rest.
         until_s = time.monotonic() + min(config.pd_timeout_s, arrival.left_s / 2)
@@ -110,12 +111,12 @@ class Decode(_Asked):
             for ticket in tickets:
                 self._take(ticket)
                 taken.append(ticket.nonce)
-            with service.place():
+            with service.places(num_answers):
                 answer = service.submit(arrival, api, question, handoffs=handoffs)
                 with service.answering(arrival, answer), _Line(self.path, arrival, answer):
                     await Reply(service, arrival, api, question.asked, answer).send(send)
         finally:
-            if answer is None or answer.first_s is None:
+            if answer is None or not answer.begun:
                 for nonce in taken:
                     self._used.give_back(nonce)
 
