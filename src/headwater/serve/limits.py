@@ -44,6 +44,10 @@ class Limits:
     linger_s: float = 5.0  # that what is left of a body is thrown away, once its request was answered
     grace_s: float = 2.0  # for the last word to a client whose time is over
     head_bytes: int = 16 << 10
+    head_lines: int = 100  # in it: each takes as long as a kilobyte
+    free_pieces: int = 512  # of a body in chunks may come at any size and speed; of what is beyond
+    piece_bytes: int = 128  # each is that large, or no more than
+    pieces_s: int = 100  # come in a second
     bodies_bytes: int = 128 << 20  # of all bodies that are held, beyond the small part that each may have
     unread_bytes: int = 64 << 20  # of all answers that are not read
     hosts: frozenset[str] | None = None  # names in `Host` that are answered, besides this machine's own; None: any
