@@ -134,6 +134,28 @@ def bodies_full() -> ApiError:
     )
 
 
+def bodies_waiting() -> ApiError:
+    """503: for a body, when too many wait to be read."""
+    return ApiError(
+        503,
+        "as many bodies wait to be read as may: try again later",
+        kind="server_error",
+        code="too_many_bodies",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def reader_ended() -> ApiError:
+    """503: what reads large bodies ended in the middle of this one, twice."""
+    return ApiError(
+        503,
+        "the process that reads large bodies ended: try again later",
+        kind="server_error",
+        code="not_read",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
 def wrong_host(host: str) -> ApiError:
     """421: another server's name; a page of some site may be behind it."""
     message = (
