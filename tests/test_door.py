@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 from typer.testing import CliRunner
 
@@ -29,6 +30,7 @@ from headwater.engine.models.base import Model
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
 from headwater.serve import readers
+from headwater.serve.connection import _Conversation
 from headwater.serve.connections import Connections, Cut, Phase
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, Pace, fit_connections, host_name
@@ -183,7 +185,7 @@ def test_a_reader_that_dies_is_replaced(directory: Path, model: Model) -> None:
         for pid in readers_of(os.getpid()):
             os.kill(pid, signal.SIGKILL)
         asking.join()
-        assert answers[0].status_code in (400, 413), answers[0].text  # 400: it was faster
+        assert answers[0].status_code == 400, answers[0].text  # another one has read it
         assert served.post(COMPLETIONS, padded).status_code == 200
         assert bodies.num_bytes == 0
     assert readers_of(os.getpid()) == []
@@ -311,6 +313,23 @@ def test_silent_connections_make_room_for_those_who_ask(directory: Path, model: 
         found = served.get("/health")
         assert (found.status_code, found.json()["error"]["code"]) == (503, "too_many_connections")
         assert int(found.headers["retry-after"]) >= 1
+
+
+@pytest.mark.fault("S5")
+def test_bodies_that_nobody_wants_make_room_first(directory: Path, model: Model) -> None:
+    refused = f"{START.replace('json', 'xml')}Content-Length: 1000\r\n\r\n{{".encode()
+    with serving(directory, model, max_connections=8, door={"linger_s": 600}) as served, ExitStack() as all_:
+        kept = all_.enter_context(served.connect())
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b'"ok"' in one_of(kept)
+        for _ in range(20):
+            connection = all_.enter_context(served.connect())
+            connection.sendall(refused)
+            error_in(one_of(connection), 415, "unsupported_media_type")
+        served.complete("a", max_tokens=2)
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # nobody who is idle had to go
+        assert b'"ok"' in one_of(kept)
+        assert cuts(served, Cut.CROWDED) >= 13
 
 
 def test_a_connection_that_is_kept_is_closed_when_it_is_idle_for_long(directory: Path, model: Model) -> None:
@@ -518,7 +537,8 @@ NONSENSE: list[tuple[bytes, int, str]] = [
     (START.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "invalid_http"),
     (b"GET / HTTP/1.1\r\nHost: localhost\r\na: " + b"b" * 20_000, 431, "head_too_large"),
     (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 40_000 + b"\r\n", 431, "head_too_large"),
-    (START.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 3000, 400, "invalid_http"),
+    (START.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 3000, 400, "small_chunks"),
+    (START.encode() + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n", 400, "invalid_http"),  # S23
 ]
 
 
@@ -530,6 +550,62 @@ def test_what_is_no_http_gets_an_error_in_openais_form(served: Served, sent: byt
         error_in(all_of(connection), status, code)
     served.until(lambda: cuts(served, Cut.MALFORMED) == 1)
     served.complete("a", max_tokens=1)
+
+
+@pytest.mark.fault("S1")
+def test_many_tiny_lines_are_refused_before_they_are_taken_apart(served: Served) -> None:
+    tiny = b"a:\r\n" * 4000
+    head, body = b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b"5\r\nab\n\nc\r\n0\r\n"
+    chunked = START.encode() + b"Transfer-Encoding: chunked\r\n\r\n"
+    for sent in (
+        [head + tiny + b"\r\n"],
+        [head, *[b"a:\r\n"] * 101],  # as they come
+        [head + b"\r\n" + head + tiny + b"\r\n"],  # behind another request
+        [f"{START.replace('json', 'xml')}Content-Length: 9\r\n\r\n{{".encode(), b" " * 8 + head + tiny + b"\r\n"],
+        [chunked + body + tiny + b"\r\n"],  # after a body
+    ):
+        with served.connect() as connection:
+            connection.sendall(sent[0])
+            if len(sent) == 2:
+                error_in(one_of(connection), 415, "unsupported_media_type")
+            for more in sent[1:]:
+                connection.sendall(more)
+            heard = all_of(connection)
+            error_in(heard[heard.rindex(b"HTTP/1.1 ") :], 431, "head_too_large")
+    many_lines = json.dumps({"prompt": "a", "max_tokens": 1}, indent=1).replace("\n", "\n" * 1000).encode()
+    with served.connect() as connection:  # of a body there may be as many as one likes, and of headers a few
+        few = b"a:\r\n" * 90
+        connection.sendall(f"{START}Content-Length: {len(many_lines)}\r\n".encode() + few + b"\r\n" + many_lines)
+        assert one_of(connection).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.fault("S18")
+def test_small_chunks_are_taken_unless_there_are_very_many(served: Served) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": " " * 60_000}).encode()
+    for size, status in ((100, 200), (1000, 200), (10, 400)):
+        pieces = [body[i : i + size] for i in range(0, len(body), size)]
+        sent = b"".join(f"{len(one):x}\r\n".encode() + one + b"\r\n" for one in pieces) + b"0\r\n\r\n"
+        with served.connect() as connection:
+            connection.sendall(START.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + sent)
+            heard = one_of(connection)
+            assert heard.startswith(f"HTTP/1.1 {status} ".encode()), heard
+            if status == 400:
+                assert "chunks of 128 bytes or more" in error_in(heard, 400, "small_chunks")["message"]
+
+
+def test_pieces_that_come_slowly_may_be_small() -> None:
+    now_s = 0.0
+    limits = Limits(free_pieces=10, piece_bytes=100, pieces_s=5)
+    talk = _Conversation(limits, lambda: now_s)
+    talk.receive_data(b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    talk.next_event()
+    for number in range(1, 16):
+        now_s = 1.0
+        talk.receive_data(b"1\r\n \r\n")
+        assert isinstance(talk.next_event(), h11.Data), number
+    talk.receive_data(b"1\r\n \r\n")
+    with pytest.raises(h11.RemoteProtocolError):
+        talk.next_event()
 
 
 def test_a_client_with_keep_alive_hears_of_a_body_that_is_too_large(directory: Path, model: Model) -> None:
@@ -583,6 +659,12 @@ FOREIGN = [
     "10.0.0.1",
     "",
     "[::2]",
+    "[::1].evil.example",
+    "[::1]evil.example",
+    "[::1",
+    "localhost:80@evil.example",
+    "localhost:80.evil.example",
+    "user@localhost",
 ]
 
 
@@ -599,6 +681,15 @@ def test_a_server_on_loopback_answers_to_its_own_names_only(directory: Path, mod
     with serving(directory, model, api_key="sesame") as served:  # the key is what pages do not have
         found = served.get("/v1/models", headers={"host": "evil.example", "authorization": "Bearer sesame"})
         assert found.status_code == 200
+
+
+@pytest.mark.fault("S23")
+def test_bodies_come_as_they_are(served: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    for encoding, status in (("gzip", 415), ("identity, gzip", 415), ("identity", 200)):
+        found = served.post(COMPLETIONS, body, headers={"content-encoding": encoding})
+        assert found.status_code == status, encoding
+    assert "Content-Encoding" in served.post(COMPLETIONS, body, headers={"content-encoding": "br"}).text
 
 
 def test_names_of_hosts() -> None:

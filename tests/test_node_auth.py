@@ -250,6 +250,13 @@ def test_what_is_no_key_is_refused(text: str, tmp_path: Path) -> None:
         read_node_key(file)
 
 
+@pytest.mark.fault("S23")
+@pytest.mark.parametrize("text", ["a" * 20, "0123456789" * 2, "abab" * 5, "aaaaaaaaaaaaaaab"])
+def test_what_could_be_guessed_is_no_key(text: str) -> None:
+    with pytest.raises(InvalidConfig, match="guessed"):
+        NodeKey(text)
+
+
 def test_purposes_have_keys_of_their_own() -> None:
     assert len({KEY.derived("a"), KEY.derived("b"), OTHER.derived("a"), KEY.text.encode()}) == 4
     assert NodeKey.random() != NodeKey.random()
@@ -286,8 +293,8 @@ def test_which_key_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert find_node_key(None) == own  # made once
     assert config.own_node_key_file() == tmp_path / "state" / "headwater" / "node.key"
     assert find_node_key(named) == KEY
-    monkeypatch.setenv("HEADWATER_NODE_KEY", "x" * 32)
-    assert find_node_key(None) == NodeKey("x" * 32)
+    monkeypatch.setenv("HEADWATER_NODE_KEY", OTHER.text)
+    assert find_node_key(None) == OTHER
     assert find_node_key(named) == KEY
     monkeypatch.setenv("HEADWATER_NODE_KEY_FILE", str(other))
     with pytest.raises(InvalidConfig, match="which of them"):

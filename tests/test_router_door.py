@@ -2,13 +2,15 @@
 
 import json
 import socket
+import threading
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from headwater.serve import router_app
 from headwater.serve.errors import ApiError
-from headwater.serve.reading import LargeBody, large_routable, routable
+from headwater.serve.reading import LargeBody, Routable, large_routable, routable
 from headwater.serve.router_start import reader
 from router_kit import WAIT_S, World, world
 
@@ -66,6 +68,39 @@ def test_half_bodies_do_not_keep_others_out() -> None:
         assert here.complete().status_code == 200
         assert here.complete("large " * 50_000).status_code == 200
         assert here.server._face.bodies.num_bytes <= 16_000_000
+
+
+@pytest.mark.fault("S12")
+def test_a_routers_loop_reads_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[str] = []
+
+    def watched(body: bytes) -> Routable:
+        readers.append(threading.current_thread().name)
+        return routable(body)
+
+    monkeypatch.setattr(router_app, "routable", watched)
+    with world() as here:
+        here.add("m", "mixed")
+        assert here.complete("small").status_code == 200
+    assert len(readers) == 1
+    assert readers[0].startswith("headwater reading")
+
+
+@pytest.mark.fault("S16")
+def test_a_router_that_ends_tells_those_who_are_still_sending() -> None:
+    with world() as here, connect(here) as connection:
+        here.add("m", "mixed")
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        assert here.complete().status_code == 200  # whoever came before has been heard
+        here.server.should_exit = True
+        heard = b""
+        while data := connection.recv(1 << 16):
+            heard += data
+        head, _, body = heard.decode().partition("\r\n\r\n")
+        assert head.startswith("HTTP/1.1 503 "), heard
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        here.thread.join(WAIT_S)
 
 
 @pytest.mark.fault("B13")

@@ -41,7 +41,7 @@ def ask(here: Served, prompt: list[int] = PROMPT) -> dict[str, Any]:
 
 
 def revive(here: Served, body: object = None, key: str = KEY) -> Any:
-    return here.post("/admin/revive", body, headers={"authorization": f"Bearer {key}"})
+    return here.post("/admin/revive", body or {}, headers={"authorization": f"Bearer {key}"})
 
 
 def command(here: Served, *words: str) -> Any:
@@ -137,6 +137,18 @@ def test_it_is_behind_the_key_and_takes_no_nonsense(here: Served) -> None:
     assert shown.exit_code == 1
     assert "answers 401" in shown.stderr
     assert here.running.metrics.value("http_requests_total", endpoint="/admin/revive") >= 7
+
+
+@pytest.mark.fault("S19")
+def test_it_wants_json_and_reads_all_of_it(directory: Path, model: Model) -> None:
+    with serving(directory, model, num_blocks=64) as here:  # without a key: a page of some site may post here
+        for headers in ({}, {"content-type": "text/plain", "origin": "http://evil.example"}):
+            assert here.post("/admin/revive", content=b"", headers=headers).status_code == 415
+        as_json = {"content-type": "application/json"}
+        for chunks, param in (([b'{"what": ', b'"nothing"}'], "what"), ([b"{"], None), ([b""], None)):
+            found = here.post("/admin/revive", content=iter(chunks), headers=as_json)  # in chunks, without a length
+            assert (found.status_code, found.json()["error"]["param"]) == (400, param)
+        assert here.post("/admin/revive", {}).status_code == 200
 
 
 def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ from headwater.disagg.relay import ATTEMPT, TIMEOUT
 from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
 from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.metrics import Metrics
+from headwater.serve import vllm_reading
+from headwater.serve.body import parse
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
@@ -129,6 +131,7 @@ async def at(
             await use(client, node)
         assert node.num_requests == 0
         await node.stop()
+        node.close()
     finally:
         await vllm.aclose()
 
@@ -511,3 +514,47 @@ def test_strangers_get_nothing_done(stand: Stand) -> None:
 
     with MemoryStore(1 << 20) as pool:
         asyncio.run(at(stand, Role.PREFILL, use, pool=pool))
+
+
+@pytest.mark.fault("S14")
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_bodies_are_read_beside_the_loop_and_passed_on(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    threads: list[str] = []
+
+    def watched(body: bytes) -> dict[str, object]:
+        threads.append(threading.current_thread().name)
+        return parse(body)
+
+    monkeypatch.setattr(vllm_reading, "parse", watched)
+    stand.pages = sample_chain(1, 3)
+    body = {**envelope()["body"], "user": "\u00e9" * size}
+    given: list[Any] = []
+
+    async def prefill(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        found = await client.post("/pd/prefill", json=envelope(body=body))
+        assert found.status_code == 200, found.text
+        assert stand.asked[-1]["user"] == body["user"]
+        given.append(found.json()["ticket"])
+        assert node.bodies.num_bytes == 0
+
+    async def decode(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        found = await client.post("/pd/decode", json=envelope(body=body, ticket=given[0]))
+        assert found.status_code == 200, found.text
+        assert stand.asked[-1] == body
+
+    async def plain(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        found = await client.post("/v1/completions", json=body)
+        assert found.status_code == 200, found.text
+        assert stand.asked[-1] == body
+        for wrong in (b"{" * size, b"[1]" + b" " * size):
+            refused = await client.post("/v1/completions", content=wrong, headers={"content-type": "application/json"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+
+    with MemoryStore(1 << 20) as pool:
+        pool.put(items(stand.pages), deadline=soon())
+        for role, use in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.MIXED, plain)):
+            asyncio.run(at(stand, role, use, pool=pool))
+    assert len(threads) == (5 if size == 10 else 0), "large ones are another process's"
+    assert all(name.startswith("headwater reading") for name in threads)

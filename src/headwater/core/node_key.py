@@ -16,6 +16,7 @@ from headwater.core.errors import InvalidConfig
 
 MIN_KEY_CHARS: Final = 16
 MAX_KEY_CHARS: Final = 1024
+_MIN_DIFFERENT: Final = 5  # characters: fewer are not random
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class NodeKey:
             raise InvalidConfig(
                 f"a node key is printable ASCII without spaces, {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters: make "
                 "one with `openssl rand -hex 32`"
+            )
+        if len(set(text)) < _MIN_DIFFERENT or text in (text + text)[1:-1]:
+            raise InvalidConfig(
+                "this node key could be guessed: it repeats itself. Make one with `openssl rand -hex 32`"
             )
 
     @classmethod

@@ -29,7 +29,9 @@ except ModuleNotFoundError as error:
 TOKENIZER: Final = "tokenizer.json"
 CONFIG: Final = "tokenizer_config.json"
 TEMPLATE: Final = "chat_template.jinja"
-GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))  # what every template hears, from us alone
+
+_GIVEN: Final = frozenset(("messages", "tools", "add_generation_prompt"))  # what every template hears, from us alone
+_SPECIAL: Final = "_token"  # bos_token, eos_token ...: how the names of a model's special tokens end
 
 _UNFINISHED: Final = "\ufffd"  # what decoders write for bytes that are no character, or none yet
 _HELD: Final = 3  # bytes of a character that may still be completed
@@ -46,6 +48,11 @@ _RAISED: Final = (
     TypeError,
     ValueError,
 )
+
+
+def is_given(name: str) -> bool:
+    """Whether a template's variable is ours to say, or the model's, and nobody else's."""
+    return name in _GIVEN or name.endswith(_SPECIAL)
 
 
 class Tokenizer:
@@ -73,7 +80,7 @@ class Tokenizer:
         except Exception as error:  # the package raises nothing more precise
             raise InvalidInput(f"{path} is not a tokenizer: {error}") from error
         config = _config(directory / CONFIG)
-        special = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+        special = {name: _content(value) for name, value in config.items() if name.endswith(_SPECIAL)}
         try:
             return cls(
                 backend,
@@ -126,7 +133,7 @@ class Tokenizer:
         if template not in self._templates:
             raise InvalidInput(f"this model has no chat template{'' if not self._templates else f' {template!r}'}")
         more = variables or {}
-        if taken := sorted(GIVEN & more.keys()):
+        if taken := sorted(filter(is_given, more)):
             raise InvalidInput(f"a chat template's {', '.join(taken)} cannot be given as variables")
         try:
             return self._templates[template].render(

@@ -49,8 +49,7 @@ def create_app(service: Service) -> Starlette:
 
     async def revival(http: Request) -> Response:
         """Have what is switched off used again."""
-        bare = http.headers.get("content-length", "0") == "0"
-        body = {} if bare else await service.bodies.object_of(http, SMALL_BYTES)
+        body = await service.bodies.object_of(http, SMALL_BYTES)
         what = body.pop("what", None)
         if body or not isinstance(what, str | None):
             raise errors.invalid("what", f"{REVIVE} takes `what`: a tier's name, or {BRAIN!r}; all that is off without")

@@ -7,12 +7,13 @@ so a typing error is an error, and nothing is ever ignored in silence.
 Null is absent. What depends on the model (lengths, token ids, unsaid temperatures) is not decided here.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from headwater.engine.request import MAX_LOGPROBS, MAX_REPETITION_PENALTY
-from headwater.engine.tokenizer import GIVEN
+from headwater.engine.tokenizer import is_given
 from headwater.serve.body import Fields, as_text
 from headwater.serve.errors import invalid, shown, unsupported
 
@@ -23,6 +24,7 @@ MAX_STOP_CHARACTERS: Final = 256
 MAX_STOP_IDS: Final = 256
 MAX_BIASES: Final = 1024
 MAX_SALT_CHARACTERS: Final = 1024
+MAX_TEMPLATE_BYTES: Final = 8 << 10  # of what a chat template hears besides messages
 
 _MAX_TOKENS: Final = 1 << 31
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -95,7 +97,7 @@ class Asked:
     """A body that makes sense. None: it was not said, and what is done then is the model's or the server's affair."""
 
     model: str | None
-    prompts: tuple[Prompt, ...]  # at least one
+    prompts: tuple[Prompt, ...]  # at least one; none once they are tokens
     num_choices: int  # for each of them
     add_special_tokens: bool  # to text
     max_tokens: int | None
@@ -247,7 +249,7 @@ def _stops(body: Fields) -> tuple[str, ...]:
 def _stop_ids(body: Fields) -> frozenset[int]:
     value = body.get("stop_token_ids")
     given = [] if value is None else value
-    if not isinstance(given, list) or len(given) > MAX_STOP_IDS or not all(_is_token(one) for one in given):
+    if not isinstance(given, list) or len(given) > MAX_STOP_IDS or not all(is_token(one) for one in given):
         raise invalid("stop_token_ids", f"stop_token_ids must be a list of up to {MAX_STOP_IDS} token ids")
     return frozenset(given)
 
@@ -267,7 +269,8 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _is_token(value: object) -> bool:
+def is_token(value: object) -> bool:
+    """Whether it may be a token's id."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -299,9 +302,15 @@ def chat_prompts(body: Fields) -> tuple[Prompt, ...]:
     variables = body.get("chat_template_kwargs")
     if not isinstance(variables, dict | None):
         raise invalid("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(variables)}")
-    if taken := sorted(GIVEN & (variables or {}).keys()):
+    if taken := sorted(filter(is_given, variables or {})):
         raise invalid(
-            "chat_template_kwargs", f"chat_template_kwargs cannot say {', '.join(taken)}: a field of its own does"
+            "chat_template_kwargs",
+            f"chat_template_kwargs cannot say {', '.join(one[:80] for one in taken[:3])}: a field of its own does, or "
+            "the model",
+        )
+    if variables and not _is_small(variables):
+        raise invalid(
+            "chat_template_kwargs", f"chat_template_kwargs may have {MAX_TEMPLATE_BYTES} bytes of JSON, and has more"
         )
     return (
         Messages(
@@ -310,6 +319,13 @@ def chat_prompts(body: Fields) -> tuple[Prompt, ...]:
             variables=variables or {},
         ),
     )
+
+
+def _is_small(variables: Mapping[str, object]) -> bool:
+    try:
+        return len(json.dumps(variables)) <= MAX_TEMPLATE_BYTES
+    except RecursionError:  # it could be parsed just so
+        return False
 
 
 def _message(value: object, where: str) -> dict[str, str]:

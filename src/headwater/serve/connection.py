@@ -20,6 +20,7 @@ import json
 import logging
 import secrets
 import sys
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -28,10 +29,11 @@ from headwater.disagg.relay import REQUEST_ID, TIMEOUT
 from headwater.serve import errors
 from headwater.serve.connections import Connections, Cut, Phase, Visit
 from headwater.serve.errors import ApiError
-from headwater.serve.limits import Pace
+from headwater.serve.limits import Limits, Pace
 
 try:
     import h11
+    from h11._receivebuffer import ReceiveBuffer  # there is no other place between h11 and what it takes apart
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 except ModuleNotFoundError as error:
     raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 
 VISIT: Final = "headwater_visit"  # in a request's scope
 
-_FREE_PIECES: Final = 256  # of a body may be of any size; then
-_PIECE_BYTES: Final = 256  # is the least that they must have on average: each costs as much as a large one
 _ANSWERED: Final = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
 
 _log = logging.getLogger("headwater.http")
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = _Conversation(h11.SERVER, self.door.limits.head_bytes)
+        self.conn = _Conversation(self.door.limits, self.loop.time)
         self.logger = _log
         self._inner = self.app
         self.app = self._answer
@@ -66,7 +66,6 @@ class Connection(H11Protocol):
         self._since_s = self.loop.time()  # when it came, or was last answered
         self._began_s: float | None = None  # the first byte of the request that is here or comes
         self._until_s = 0.0  # its deadline
-        self._num_head_bytes = 0
         self._num_answered = 0
         self._pace: Pace | None = None  # of an answer that lies here; None: the client keeps up
         self._most_unread_bytes = 0  # when it began to lie here
@@ -101,18 +100,12 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """More of a request. Of a head no more is looked at than it may have."""
+        """More of a request."""
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE:
-            if self._began_s is None:
-                self._begin()
-            room = self.door.limits.head_bytes + 1 - self._num_head_bytes
-            first, data = data[:room], data[room:]
-            self._num_head_bytes += len(first)
-            super().data_received(first)
-        if data and not self.transport.is_closing():
-            super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self._began_s is None:
+            self._begin()
+        super().data_received(data)
         self.door.moved(self)
 
     def on_response_complete(self) -> None:
@@ -121,13 +114,8 @@ class Connection(H11Protocol):
         self._since_s = self.loop.time()
         self._began_s = None
         closing = self.transport.is_closing()
-        if not closing and self.conn.their_state is h11.DONE and (more := self.conn.trailing_data[0]):
+        if not closing and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self._begin()
-            head = more[: self.door.limits.head_bytes]
-            if len(more) > len(head) and b"\n\r\n" not in head and b"\n\n" not in head:
-                self.conn.start_next_cycle()
-                self._refuse(errors.head_too_large(self.door.limits.head_bytes), Cut.MALFORMED)
-                return
         super().on_response_complete()
         self.door.moved(self)
 
@@ -136,7 +124,9 @@ class Connection(H11Protocol):
         found = sys.exception()
         status = found.error_status_hint if isinstance(found, h11.RemoteProtocolError) else 400
         if status == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            error = errors.head_too_large(self.door.limits.head_bytes)
+            error = errors.head_too_large(self.door.limits.head_bytes, self.door.limits.head_lines)
+        elif isinstance(found, _Crumbs):
+            error = errors.crumbs(self.door.limits.piece_bytes)
         else:
             error = ApiError(status, f"this is no request of HTTP/1.1: {found}", code="invalid_http")
         self._refuse(error, Cut.MALFORMED)
@@ -200,7 +190,6 @@ class Connection(H11Protocol):
     def _begin(self) -> float:
         self._began_s = now_s = self.loop.time()
         self._until_s = now_s + self.door.limits.request_timeout_s
-        self._num_head_bytes = 0
         self.door.changed(self)
         return now_s
 
@@ -255,13 +244,21 @@ class Connection(H11Protocol):
             cycle.message_event.set()
 
 
-class _Conversation(h11.Connection):
-    """HTTP as it is read; refuses bodies that come in crumbs."""
+class _Crumbs(h11.RemoteProtocolError):
+    """A body in pieces that are too small."""
 
-    def __init__(self, our_role: type[h11.SERVER], max_incomplete_event_size: int) -> None:
-        super().__init__(our_role, max_incomplete_event_size)
+
+class _Conversation(h11.Connection):
+    """HTTP as it is read; refuses what is cheap to send and dear to read: heads of many lines, bodies in crumbs."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        super().__init__(h11.SERVER, limits.head_bytes)
+        self._receive_buffer = _Lines(limits)
+        self._limits = limits
+        self._clock = clock
         self._num_pieces = 0
         self._num_bytes = 0
+        self._began_s = 0.0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """The next thing that came. Raises RemoteProtocolError."""
@@ -269,8 +266,36 @@ class _Conversation(h11.Connection):
         if isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)
-            if self._num_pieces > _FREE_PIECES and self._num_bytes < self._num_pieces * _PIECE_BYTES:
-                raise h11.RemoteProtocolError(f"the body comes in pieces of less than {_PIECE_BYTES} bytes")
+            if self._num_pieces > self._limits.free_pieces:
+                self._require_pace()
         elif isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0
+            self._began_s = self._clock()
+            names = {name for name, _ in event.headers}
+            if {b"transfer-encoding", b"content-length"} <= names:  # servers differ in which of them counts
+                raise h11.RemoteProtocolError("it has both Transfer-Encoding and Content-Length")
         return event
+
+    def _require_pace(self) -> None:
+        """Many pieces are fine if they are large, or come slowly: each costs as much as a large one."""
+        limits, past_s = self._limits, self._clock() - self._began_s
+        if self._num_pieces > limits.free_pieces + self._num_bytes / limits.piece_bytes + limits.pieces_s * past_s:
+            raise _Crumbs("the body comes in crumbs")
+
+
+class _Lines(ReceiveBuffer):
+    """What came and is not taken apart. Heads, and what follows a body in chunks, have so many bytes and lines."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """All lines before the next empty one, if that is here. Raises RemoteProtocolError for too many of them."""
+        most = self._limits.head_bytes
+        ends = [end for empty in (b"\n\n", b"\n\r\n") if (end := self._data.find(empty, 0, most)) >= 0]
+        if (not ends and len(self) > most) or self._data.count(
+            b"\n", 0, min(ends, default=most)
+        ) > self._limits.head_lines:
+            raise h11.RemoteProtocolError("it is too large", error_status_hint=431)
+        return super().maybe_extract_lines()

@@ -1,9 +1,10 @@
 """All connections of a server: how many there are, who has waited too long, and who has to go when there are too many.
 
-When the last place is taken, a newcomer is not sent away: the connection goes whose request has been on its way for
-longest, then the one that has been idle for longest. A client that means it sends its request within milliseconds, so
-those that are in the way are in the way of nobody else; were newcomers refused instead, a thousand silent connections
-would lock everybody out. Only where all connections have whole requests is a newcomer told to come back (503).
+When the last place is taken, a newcomer is not sent away. A connection goes whose request was answered before all of it
+was here, then the one whose request has been on its way for longest, then the one that has been idle for longest. A
+client that means it sends its request within milliseconds, so those that are in the way are in the way of nobody else;
+were newcomers refused instead, a thousand silent connections would lock everybody out. Only where all connections have
+whole requests is a newcomer told to come back (503).
 
 Not here: HTTP, and what a connection does when it is late or has to go (`connection.py`).
 
@@ -89,6 +90,7 @@ class Connections:
         self.metrics = metrics
         self._phases: dict[Guest, Phase] = {}  # all that are open, and
         self._looks_s: dict[Guest, float] = {}  # when to look at them
+        self._lingering: dict[Guest, None] = {}  # the longest first
         self._arriving: dict[Guest, None] = {}  # the longest first
         self._idle: dict[Guest, None] = {}  # the longest first
         self._unread: dict[Guest, None] = {}  # whose answers lie here: the longest first
@@ -121,7 +123,11 @@ class Connections:
             return
         self._phases[guest] = now
         self._looks_s[guest] = 0.0
-        for phase, line in ((Phase.ARRIVING, self._arriving), (Phase.IDLE, self._idle)):
+        for phase, line in (
+            (Phase.LINGERING, self._lingering),
+            (Phase.ARRIVING, self._arriving),
+            (Phase.IDLE, self._idle),
+        ):
             if now is phase:
                 line[guest] = None
             else:
@@ -134,7 +140,7 @@ class Connections:
 
     def left(self, guest: Guest) -> None:
         """A connection is closed, or as good as. Idempotent."""
-        for line in (self._phases, self._looks_s, self._arriving, self._idle, self._unread):
+        for line in (self._phases, self._looks_s, self._lingering, self._arriving, self._idle, self._unread):
             line.pop(guest, None)
 
     def cut(self, why: Cut) -> None:
@@ -143,7 +149,8 @@ class Connections:
         self._cuts[why] += 1
 
     def _make_room(self) -> bool:
-        guest = next(iter(self._arriving), None) or next(iter(self._idle), None)
+        lines = (self._lingering, self._arriving, self._idle)
+        guest = next((guest for line in lines for guest in line), None)
         if guest is None:
             return False
         self.left(guest)

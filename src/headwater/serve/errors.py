@@ -96,15 +96,24 @@ def too_large_to_read() -> ApiError:
     return ApiError(413, "the body takes too much memory to be read: send a smaller one", code="body_too_large")
 
 
-def head_too_large(limit_bytes: int) -> ApiError:
-    """431: what comes before the body."""
-    message = f"the request's line and headers are larger than the {limit_bytes} bytes that this server reads"
+def head_too_large(limit_bytes: int, limit_lines: int) -> ApiError:
+    """431: what comes before the body, or after its chunks."""
+    message = (
+        f"the request's line and headers are more than the {limit_bytes} bytes in {limit_lines} lines that this server "
+        "reads"
+    )
     return ApiError(431, message, code="head_too_large")
 
 
 def slow_head(patience_s: float) -> ApiError:
     """408: what comes before the body."""
     return ApiError(408, f"the request's headers did not come within {patience_s:g} s", code="timeout")
+
+
+def crumbs(least_bytes: int) -> ApiError:
+    """400: each chunk costs as much as a large one."""
+    message = f"the body comes in too many small chunks: send it in chunks of {least_bytes} bytes or more"
+    return ApiError(400, message, code="small_chunks")
 
 
 def slow_body() -> ApiError:
@@ -130,6 +139,28 @@ def bodies_full() -> ApiError:
         "this server holds as many bytes of bodies as it may: try again later",
         kind="server_error",
         code="too_many_bytes",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def bodies_waiting() -> ApiError:
+    """503: for a body, when too many wait to be read."""
+    return ApiError(
+        503,
+        "as many bodies wait to be read as may: try again later",
+        kind="server_error",
+        code="too_many_bodies",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def reader_ended() -> ApiError:
+    """503: what reads large bodies ended in the middle of this one, twice."""
+    return ApiError(
+        503,
+        "the process that reads large bodies ended: try again later",
+        kind="server_error",
+        code="not_read",
         headers={"Retry-After": str(RETRY_AFTER_S)},
     )
 

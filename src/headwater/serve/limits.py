@@ -5,10 +5,12 @@ that is less). Within it, a client that keeps us waiting is cut earlier: a head 
 and more for as long as it comes at `pace_bytes_s`; so has an answer, to be read.
 
 Memory: what all connections together may make a server hold is bounded by these numbers: heads by `head_bytes` each,
-bodies by SMALL_BYTES each and `bodies_bytes` together, answers by what a socket takes each and `unread_bytes` together.
+bodies by SMALL_BYTES each, larger ones by `bodies_bytes` together, answers by what a socket takes each and
+`unread_bytes` together.
 """
 
 import logging
+import re
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -21,10 +23,11 @@ from headwater.disagg.settings import RouterConfig
 
 log = logging.getLogger("headwater")
 
-SMALL_BYTES: Final = 64 << 10  # of a body: so much everybody may send. A larger one counts, and is read elsewhere
+SMALL_BYTES: Final = 64 << 10  # a body that everybody may send. A larger one counts, and is read elsewhere
 
 MAX_CONNECTIONS: Final = 1024
 
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@\s]+))(?::[0-9]*)?")
 _LOOPBACK: Final = "127.0.0.1"
 _NUM_BODIES: Final = 16  # of full size, that may be held
 _OTHER_FILES: Final = 256  # descriptors for everything but connections
@@ -44,7 +47,11 @@ class Limits:
     linger_s: float = 5.0  # that what is left of a body is thrown away, once its request was answered
     grace_s: float = 2.0  # for the last word to a client whose time is over
     head_bytes: int = 16 << 10
-    bodies_bytes: int = 128 << 20  # of all bodies that are held, beyond the small part that each may have
+    head_lines: int = 100  # in it: each takes as long as a kilobyte
+    free_pieces: int = 512  # of a body in chunks may come at any size and speed; of what is beyond
+    piece_bytes: int = 128  # each is that large, or no more than
+    pieces_s: int = 100  # come in a second
+    bodies_bytes: int = 128 << 20  # of all bodies that are held and are not small
     unread_bytes: int = 64 << 20  # of all answers that are not read
     hosts: frozenset[str] | None = None  # names in `Host` that are answered, besides this machine's own; None: any
 
@@ -54,6 +61,11 @@ class Limits:
             value = getattr(self, one.name)
             if one.name != "hosts" and not (isinstance(value, int | float) and 0 < value < float("inf")):
                 raise InvalidConfig(f"{one.name} must be above 0, not {value!r}")
+
+    @property
+    def max_unread(self) -> int:
+        """Whole bodies that may wait to be read, of one sort: they hold connections that nobody else can have."""
+        return max(1, self.max_connections // 4)
 
     def timeout_s(self, said: str | None) -> float | None:
         """How long a request may take of which its client said that; None if that is no number of seconds."""
@@ -90,11 +102,9 @@ class Pace:
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host`, without a port: an address of IPv6 without its brackets."""
-    name = host.strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].removesuffix(".")
+    """The name in a `Host`, without a port: an address of IPv6 without its brackets. Empty for what is none."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return "" if found is None else (found["address"] or found["name"]).removesuffix(".")
 
 
 def hosts_for(bound: str, *, key: str | None, allowed: Iterable[str]) -> frozenset[str] | None:

@@ -31,6 +31,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.serve.errors import ApiError, too_large_to_read
 from headwater.serve.readers import FAILED, READ, REFUSED, SIZE
 from headwater.serve.reading import Reader, large_routable
+from headwater.serve.vllm_reading import READS
 
 _Calls: TypeAlias = Mapping[str, Callable[..., object]]
 
@@ -72,7 +73,7 @@ def main() -> None:
 def _calls(options: Mapping[str, Any]) -> _Calls:
     """What can be asked for."""
     if "directory" not in options:
-        return {"routable": large_routable}
+        return {"routable": large_routable, **READS}
     directory = Path(options["directory"])
     if directory_digest(directory) != options["digest"]:
         raise InvalidInput(f"{directory} is not what it was when the server started: start the server again")

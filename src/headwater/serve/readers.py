@@ -1,11 +1,13 @@
-"""Processes that read large bodies (`reading.py`), so that no body can hold up the server, nor grow it.
+"""Who reads bodies (`reading.py`): threads the small ones, processes the large ones. No body holds up the server.
 
-A reader is another process of this program, without an engine. It is given a body and answers with what is asked. When
-that is not there by the request's deadline, the request ends; `_LEFT_S` later, if it is not done by then, the reader
-does too, and the next body gets another one. Memory that reading takes is the reader's, bounded, and gone with it.
+A reader of large ones is another process of this program, without an engine. It is given a body and answers with what
+is asked. When that is not there by the request's deadline, the request ends; `_LEFT_S` later, if it is not done by
+then, the reader does too, and the next body gets another one. So does one whose reader was killed. Memory that reading
+takes is the reader's, bounded, and gone with it.
 
 Two lanes, a process each: bodies above `_HUGE_BYTES`, of which one may take seconds, and the others. A lane reads one
-body after the other. Bodies that wait are held in the server's budget (`bodies.py`).
+body after the other, small ones first; nobody is passed over more than `_MOST_PASSED` times by who came later. So many
+may wait; one more hears so at once. Bodies that wait are held in the server's budget (`bodies.py`).
 
 Readers run with a lower priority, and are started when the first large body comes, or by `start`.
 """
@@ -18,11 +20,14 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
+from headwater.serve.limits import SMALL_BYTES
 
 log = logging.getLogger("headwater")
 
@@ -33,52 +38,166 @@ _HUGE_BYTES: Final = 1 << 20
 _MEMORY_PER_BYTE: Final = 256  # of a body; text whose every byte is a token takes 150 of them
 _LEAST_MEMORY_BYTES: Final = 2 << 30
 _LEFT_S: Final = 1.0  # for a body that nobody waits for: to start another process takes about as long
+_MOST_PASSED: Final = 8
+_NUM_THREADS: Final = 4
 _MODULE: Final = "headwater.serve.reader_process"
 
 
 class Readers:
-    """Reads bodies elsewhere. For one event loop; `close` it there."""
+    """Reads bodies. For one event loop; `close` it there."""
 
-    def __init__(self, *, max_body_bytes: int, **options: object) -> None:
-        """`options` are what `reader_process.py` is started with, besides its memory."""
+    def __init__(
+        self,
+        here: Mapping[str, Callable[..., Any]] | None = None,
+        *,
+        max_body_bytes: int,
+        max_waiting: int = 256,
+        **options: object,
+    ) -> None:
+        """`here` is what reads small bodies, by name; `max_waiting` bodies of a sort may wait.
+
+        `options` are what `reader_process.py` is started with, besides its memory.
+        """
         memory_bytes = max(_LEAST_MEMORY_BYTES, _MEMORY_PER_BYTE * max_body_bytes)
-        self._lanes = tuple(_Lane({"memory_bytes": memory_bytes, **options}) for _ in range(2))
+        self._threads = _Threads(here or {}, max_waiting)
+        self._lanes: tuple[_Lane, ...] = tuple(
+            _Lane({"memory_bytes": memory_bytes, **options}, max_waiting) for _ in range(2)
+        )
 
     async def read(self, what: str, *arguments: Any, num_bytes: int, until_s: float) -> Any:
         """What a reader makes of a body. Raises ApiError, also if it is not read by then."""
-        lane = self._lanes[num_bytes > _HUGE_BYTES]
+        small = num_bytes <= SMALL_BYTES and self._threads.reads(what)
+        reader = self._threads if small else self._lanes[num_bytes > _HUGE_BYTES]
         try:
             async with asyncio.timeout_at(until_s):
-                return await lane.read(what, arguments)
+                return await reader.read(what, arguments, num_bytes)
         except TimeoutError as error:
-            raise ApiError(
-                504, "the body could not be read in time: it is large", kind="server_error", code="timeout"
-            ) from error
+            raise ApiError(504, "the body could not be read in time", kind="server_error", code="timeout") from error
 
     def start(self) -> None:
         """Start the processes now, so that nobody has to wait for them. Does not wait itself."""
         for lane in self._lanes:
             lane.start()
 
+    def stop(self) -> None:
+        """Read no more: who waits hears so at once (503). Does not wait. Idempotent."""
+        self._threads.stop()
+        for lane in self._lanes:
+            lane.stop()
+
     def close(self) -> None:
         """End the processes. Blocks for a moment. Idempotent."""
+        self.stop()
+        self._threads.close()
         for lane in self._lanes:
             lane.close()
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """Somebody who waits for a turn."""
+
+    num_bytes: int
+    turn: "asyncio.Future[None]"
+    num_passed: int = 0  # turns of others who came later
+
+
+class _Turns:
+    """Whose turn it is: the smallest body's, unless others were passed over too often. So many at a time."""
+
+    def __init__(self, num_free: int, max_waiting: int) -> None:
+        self._num_free = num_free
+        self._max_waiting = max_waiting
+        self._waiting: list[_Waiting] = []  # who came first is first
+        self._stopped = False
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait for a turn. Raises ApiError if too many do, or there are no more turns."""
+        if self._stopped:
+            raise errors.closing()
+        if self._num_free:
+            self._num_free -= 1
+            return
+        if len(self._waiting) >= self._max_waiting:
+            raise errors.bodies_waiting()
+        one = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        try:
+            await one.turn
+        except asyncio.CancelledError:
+            if one in self._waiting:
+                self._waiting.remove(one)
+            elif not one.turn.cancelled() and one.turn.exception() is None:  # it had just been given
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """A turn is over: the next one's."""
+        self._waiting = waiting = [one for one in self._waiting if not one.turn.done()]
+        if not waiting:
+            self._num_free += 1
+            return
+        shortest = min(range(len(waiting)), key=lambda at: waiting[at].num_bytes)
+        at = next((at for at, one in enumerate(waiting) if one.num_passed >= _MOST_PASSED), shortest)
+        for one in waiting[:at]:
+            one.num_passed += 1
+        waiting.pop(at).turn.set_result(None)
+
+    def stop(self) -> None:
+        """There are no more. Idempotent."""
+        self._stopped = True
+        for one in self._waiting:
+            if not one.turn.done():
+                one.turn.set_exception(errors.closing())
+        self._waiting = []
+
+
+class _Threads:
+    """Threads of this process, and who waits for them."""
+
+    def __init__(self, calls: Mapping[str, Callable[..., Any]], max_waiting: int) -> None:
+        self._calls = calls
+        self._turns = _Turns(_NUM_THREADS, max_waiting)
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="headwater reading")
+
+    def reads(self, what: str) -> bool:
+        """Whether such bodies are read here, if they are small."""
+        return what in self._calls
+
+    async def read(self, what: str, arguments: tuple[Any, ...], num_bytes: int) -> Any:
+        """Have it read. Raises ApiError."""
+        await self._turns.take(num_bytes)
+        reading = asyncio.get_running_loop().run_in_executor(self._pool, self._calls[what], *arguments)
+        reading.add_done_callback(self._over)
+        return await asyncio.shield(reading)  # it cannot be stopped, and has its turn until it is over
+
+    def _over(self, reading: "asyncio.Future[Any]") -> None:
+        self._turns.give_back()
+        if not reading.cancelled():
+            reading.exception()  # nobody else may be there to hear it
+
+    def stop(self) -> None:
+        """Take no more."""
+        self._turns.stop()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 class _Lane:
     """One process, and who waits for it."""
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self, options: Mapping[str, object], max_waiting: int) -> None:
         self._options = options
-        self._turn = asyncio.Lock()
+        self._turns = _Turns(1, max_waiting)
         self._process: _Process | None = None
         self._ended: list[_Process] = []  # and perhaps not gone yet
-        self._closed = False
+        self._stopped = False
 
     def start(self) -> "_Process":
         """The process, started if need be. Raises ApiError if there are to be none any more."""
-        if self._closed:
+        if self._stopped:
             raise errors.closing()
         if self._process is not None and self._process.is_gone():  # killed by somebody, while it had nothing to do
             self._end()
@@ -86,9 +205,9 @@ class _Lane:
             self._process = _Process(self._options)
         return self._process
 
-    async def read(self, what: str, arguments: tuple[Any, ...]) -> Any:
-        """Have it read, after those who came before. Raises ApiError."""
-        await self._turn.acquire()
+    async def read(self, what: str, arguments: tuple[Any, ...], num_bytes: int) -> Any:
+        """Have it read, when it is its turn. Raises ApiError."""
+        await self._turns.take(num_bytes)
         reading = asyncio.create_task(self._ask(what, arguments))
         reading.add_done_callback(self._over)
         try:
@@ -103,28 +222,41 @@ class _Lane:
         return found
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
-        process = self.start()
         try:
-            return await process.ask((what, arguments))
+            return await self._ask_once(what, arguments)
+        except _Ended:  # it may have been somebody's doing, and not the body's
+            try:
+                return await self._ask_once(what, arguments)
+            except _Ended as error:
+                raise errors.reader_ended() from error
+
+    async def _ask_once(self, what: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+        """Raises _Ended if the process ends instead."""
+        try:
+            return await self.start().ask((what, arguments))
         except (OSError, EOFError) as error:
             self._end()
-            if self._closed:
+            if self._stopped:
                 raise errors.closing() from error
             log.warning("the process that reads large bodies ended in the middle of one")
-            raise errors.too_large_to_read() from error
+            raise _Ended from error
         except BaseException:  # what it does cannot be stopped in another way
             self._end()
             raise
 
     def _over(self, reading: "asyncio.Task[tuple[str, Any]]") -> None:
-        self._turn.release()
+        self._turns.give_back()
         if not reading.cancelled():
             reading.exception()  # nobody else may be there to hear it
 
-    def close(self) -> None:
-        """End the process, and take no more. Blocks until it is gone."""
-        self._closed = True
+    def stop(self) -> None:
+        """End the process, and take no more."""
+        self._stopped = True
+        self._turns.stop()
         self._end()
+
+    def close(self) -> None:
+        """Wait until the process is gone."""
         for process in self._ended:
             process.is_gone(wait=True)
 
@@ -137,6 +269,10 @@ class _Lane:
 
     def _reap(self) -> None:
         self._ended = [process for process in self._ended if not process.is_gone()]
+
+
+class _Ended(Exception):
+    """A reader that ended in the middle of a body."""
 
 
 class _Process:

@@ -9,28 +9,36 @@ is small.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from headwater.disagg.lookup import Asking
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import errors
-from headwater.serve.asked import Asked
+from headwater.serve.asked import MAX_SALT_CHARACTERS, Asked, Prompt, is_token
 from headwater.serve.body import Fields, parse
 from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.prompts import encode, require_room
 
 APIS: Final[Mapping[str, Api]] = {api.endpoint: api for api in (Completions(), Chat())}
 
+_MOST_LOOKED_UP: Final = 1 << 18  # tokens whose place a router asks for. Who sends more has to wait for a node anyway
+_LONGEST_ROUTED: Final = 256  # characters of a field that a router looks at
 _ROUTED: Final = ("model", "stream", "max_tokens", "max_completion_tokens")  # what a router looks at, besides prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, with the prompts in tokens."""
+    """What is asked, with the prompts in tokens. It is held for as long as the answer takes, so it has nothing else."""
 
-    asked: Asked
+    asked: Asked  # without prompts
     prompts: list[list[int]]
+    echoes: list[str] = field(default_factory=list)  # prompts as text, where they are to be sent back
+
+    @property
+    def num_answers(self) -> int:
+        """Choices of all prompts."""
+        return self.asked.num_choices * len(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,14 @@ class Reader:
             )
             require_room(api, len(tokens), self._max_tokens)
             prompts.append(tokens)
-        return Question(asked, prompts)
+        echoes = [self._echo(asked, *one) for one in zip(asked.prompts, prompts, strict=True)] if asked.echo else []
+        return Question(replace(asked, prompts=()), prompts, echoes)
+
+    def _echo(self, asked: Asked, prompt: Prompt, tokens: list[int]) -> str:
+        """A prompt as text."""
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(tokens, skip_special_tokens=asked.skip_special_tokens)
 
     def _check(self, asked: Asked, api: Api) -> None:
         """Refuse what this server and this model can never do."""
@@ -124,8 +139,16 @@ def routable(body: bytes) -> Routable:
 def large_routable(body: bytes) -> Routable:
     """A client's body that is too large to be kept as an object. Its text is not made into tokens: a node will."""
     whole = routable(body)
-    brief = LargeBody({name: whole.body.get(name) for name in _ROUTED})
+    brief = LargeBody({name: value for name in _ROUTED if _is_brief(value := whole.body.get(name))})
     prompt, salt = whole.body.get("prompt"), whole.body.get("cache_salt")
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        brief.asking = Asking(prompt, salt.encode() if isinstance(salt, str) else b"")
+    short = salt is None or (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS)
+    if short and isinstance(prompt, list) and len(prompt) <= _MOST_LOOKED_UP and all(map(is_token, prompt)):
+        brief.asking = Asking(prompt, salt.encode(errors="replace") if isinstance(salt, str) else b"")
     return Routable(brief, whole.content)
+
+
+def _is_brief(value: object) -> bool:
+    """Whether a router wants to know it; whatever else it is, a node will say what is wrong with it."""
+    if isinstance(value, str):
+        return len(value) <= _LONGEST_ROUTED
+    return isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)

@@ -33,7 +33,7 @@ from headwater.serve.body import Fields
 from headwater.serve.door import HEALTH, MODELS, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
-from headwater.serve.limits import SMALL_BYTES, Limits
+from headwater.serve.limits import Limits
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Routable, routable
 
@@ -141,7 +141,9 @@ class Face:
         self.router = router
         self.bodies = Bodies(limits)
         self.stopping = asyncio.Event()
-        self._readers = Readers(max_body_bytes=router.config.max_body_bytes)
+        self._readers = Readers(
+            {"routable": routable}, max_body_bytes=router.config.max_body_bytes, max_waiting=limits.max_unread
+        )
         self._started = time.time() - time.monotonic()  # between the two clocks
 
     def require_room(self) -> None:
@@ -153,10 +155,14 @@ class Face:
 
     async def read(self, body: bytes, ends_s: float) -> Routable:
         """What a client's body says, as far as a router wants to know. Raises ApiError."""
-        if len(body) <= SMALL_BYTES:
-            return routable(body)
         found: Routable = await self._readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
         return found
+
+    def stop(self) -> None:
+        """Take no more: those under way hear so."""
+        self.stopping.set()
+        self.bodies.stop()
+        self._readers.stop()
 
     def start_readers(self) -> None:
         """Have what reads large bodies ready before the first one comes. Does not wait for it."""

@@ -47,7 +47,7 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is under way, then close connections."""
-        self._face.stopping.set()
+        self._face.stop()
         await super().shutdown(sockets)
         await self._face.router.aclose()
         self._face.close()

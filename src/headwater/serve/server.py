@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way end, or cancel it; then close connections."""
-        self._service.stopping = True
+        self._service.refuse()
         if self._beats is not None:
             await self._beats.now()
         await self._drain()

@@ -17,7 +17,6 @@ import asyncio
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,7 +34,7 @@ from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.door import request_id, timeout_s, visit_of
 from headwater.serve.errors import ApiError
-from headwater.serve.limits import SMALL_BYTES, Limits, limits_of
+from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
@@ -50,7 +49,6 @@ except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
-_NUM_READING: Final = 4  # small bodies that are read at a time
 _MAX_TOLD: Final = 1 << 18  # log-probabilities in an answer in one piece: 12,483 tokens with 20 alternatives each
 
 
@@ -107,10 +105,11 @@ class Service:
             "max_answers": running.engine.max_requests,
             "vocab_size": running.engine.model.vocab_size,
         }
-        self._reader = Reader(running.tokenizer, **reader)
-        self._threads = ThreadPoolExecutor(_NUM_READING, thread_name_prefix="headwater reading")
+        here = Reader(running.tokenizer, **reader)
         self._readers = Readers(
+            {"question": here.question, "envelope": here.envelope},
             max_body_bytes=config.max_body_bytes,
+            max_waiting=self.limits.max_unread,
             directory=str(config.model),
             digest=directory_digest(config.model),
             **reader,
@@ -123,7 +122,6 @@ class Service:
     def close(self) -> None:
         """Read no more. Blocks for a moment. Idempotent."""
         self._readers.close()
-        self._threads.shutdown(cancel_futures=True)
 
     # --- in and out ---------------------------------------------------------------------------------------------------
 
@@ -196,9 +194,15 @@ class Service:
         idle_s = 0.0 if answer is not None and answer.waits_for_pool else self.running.engine.idle_s
         return {"idle_s": round(idle_s, 3), "state": "arriving" if answer is None else answer.state}
 
+    def refuse(self) -> None:
+        """Take no more requests: those that are not here yet, or not read, hear so at once."""
+        self.stopping = True
+        self.bodies.stop()
+        self._readers.stop()
+
     def stop(self) -> None:
         """Cancel all answers, and take no more requests."""
-        self.stopping = True
+        self.refuse()
         for answer in self._attempts.values():
             if answer is not None:
                 answer.cancel()
@@ -234,15 +238,7 @@ class Service:
 
     async def _read(self, arrival: Arrival, what: str, *arguments: Any) -> Any:
         """Have a body read by a method of Reader, here or elsewhere."""
-        num_bytes, until_s = len(arguments[-1]), arrival.until_s
-        if num_bytes > SMALL_BYTES:
-            return await self._readers.read(what, *arguments, num_bytes=num_bytes, until_s=until_s)
-        try:
-            async with asyncio.timeout_at(until_s):
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, getattr(self._reader, what), *arguments)
-        except TimeoutError as error:
-            raise errors.too_late(arrival.timeout_s) from error
+        return await self._readers.read(what, *arguments, num_bytes=len(arguments[-1]), until_s=arrival.until_s)
 
     def submit(
         self, arrival: Arrival, api: Api, question: Question, *, handoffs: Sequence[Sending | Taking] = ()
@@ -269,11 +265,11 @@ class Service:
                         include_stop=asked.include_stop,
                         min_tokens=asked.min_tokens,
                     ),
-                    name=arrival.name if asked.num_answers == 1 else f"{arrival.name}/{len(answer.choices)}",
+                    name=arrival.name if question.num_answers == 1 else f"{arrival.name}/{len(answer.choices)}",
                     prompt=tokens,
                     sampling=self._sampling(asked, max_tokens, number),
                     salt=salt,
-                    echo=self._echo(asked, i, tokens) if asked.echo else "",
+                    echo=question.echoes[i] if asked.echo else "",
                     handoff=handoff if first is None else None,
                     after=first,
                 )
@@ -309,13 +305,6 @@ class Service:
             logprobs=asked.logprobs,
             ignore_eos=asked.ignore_eos,
         )
-
-    def _echo(self, asked: Asked, number: int, tokens: list[int]) -> str:
-        """A prompt as text."""
-        prompt = asked.prompts[number]
-        if isinstance(prompt, str):
-            return prompt
-        return self.running.tokenizer.decode(tokens, skip_special_tokens=asked.skip_special_tokens)
 
     def _max_tokens(self, api: Api, asked: Asked, num_prompt: int) -> int:
         wanted, limit = asked.max_tokens, self.running.engine.max_tokens

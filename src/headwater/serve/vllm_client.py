@@ -2,22 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from headwater.core.errors import HeadwaterError, NotInstalled
 from headwater.disagg.relay import REQUEST_ID
 from headwater.disagg.told_pages import TELL, read_pages
 from headwater.serve.door import HEALTH, MODELS
+from headwater.serve.vllm_reading import ENDPOINTS
 
 try:
     import httpx2
 except ModuleNotFoundError as error:
     raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
-ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
 HEALTH_S: Final = 1.0  # between looks whether vLLM is well, and for one of them
 
 _PROBE: Final = {"prompt": [1], "max_tokens": 1, "temperature": 0, "kv_transfer_params": TELL}
@@ -94,10 +94,11 @@ class Vllm:
             ) from error
 
     @asynccontextmanager
-    async def ask(self, path: str, body: Mapping[str, Any], name: str) -> AsyncIterator[httpx2.Response]:
-        """Send a request; its answer, as it comes. Raises VllmGone before it begins, httpx2.HTTPError later."""
+    async def ask(self, path: str, content: bytes, name: str) -> AsyncIterator[httpx2.Response]:
+        """Send a body of JSON; the answer, as it comes. Raises VllmGone before it begins, httpx2.HTTPError later."""
         try:
-            request = self._client.build_request("POST", path, json=dict(body), headers={REQUEST_ID: name})
+            headers = {"content-type": "application/json", REQUEST_ID: name}
+            request = self._client.build_request("POST", path, content=content, headers=headers)
             response = await self._client.send(request, stream=True)
         except httpx2.HTTPError as error:
             raise VllmGone(f"vLLM does not answer: {str(error) or type(error).__name__}") from error

@@ -20,7 +20,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -30,19 +30,20 @@ from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.outcome import Reason
 from headwater.disagg.relay import ATTEMPT, POOL_SECONDS
-from headwater.disagg.told_pages import TELL, read_pages
+from headwater.disagg.told_pages import read_pages
 from headwater.disagg.used import Use, UsedTickets
-from headwater.disagg.vllm_ticket import VllmTicket, body_digest
+from headwater.disagg.vllm_ticket import VllmTicket
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
-from headwater.serve.body import Fields, parse
 from headwater.serve.door import HEALTH, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError, HandoffFailed
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
 from headwater.serve.pool_looks import PoolLooks
-from headwater.serve.vllm_client import ENDPOINTS, HEALTH_S, Facts, Vllm, VllmGone, read
+from headwater.serve.readers import Readers
+from headwater.serve.vllm_client import HEALTH_S, Facts, Vllm, VllmGone, read
+from headwater.serve.vllm_reading import ENDPOINTS, READS, Work
 from headwater.storage.base import Store
 
 try:
@@ -81,7 +82,7 @@ class Asked:
     """A request, with its body read."""
 
     http: Request
-    body: Mapping[str, Any]
+    work: Work
     send: "Sending"
     left_s: float
 
@@ -125,6 +126,7 @@ class VllmNode:
         self.options = options
         self.limits = limits or Limits(request_timeout_s=options.request_timeout_s)
         self.bodies = Bodies(self.limits)
+        self.readers = Readers(READS, max_body_bytes=_BODY_BYTES, max_waiting=self.limits.max_unread)
         self.facts = facts
         self.metrics = metrics
         self.stopping = False
@@ -144,17 +146,17 @@ class VllmNode:
     def app(self) -> Starlette:
         """What routers, and people, ask."""
         inner = {
-            Role.PREFILL: [(PREFILL, self._prefill)],
-            Role.DECODE: [(DECODE, self._decode)],
-            Role.MIXED: [(path, self._plain) for path in ENDPOINTS],
+            Role.PREFILL: [(PREFILL, "vllm_prefill", self._prefill)],
+            Role.DECODE: [(DECODE, "vllm_decode", self._decode)],
+            Role.MIXED: [(path, "vllm_plain", self._forward) for path in ENDPOINTS],
         }[self.options.role]
         routes = [
             Route(HEALTH, self._health),
             Route("/metrics", self._metrics),
             Route(ATTEMPTS + "/{attempt}", self._attempt),
-            *(Route(path, _Exchange(self, handle), methods=["POST"]) for path, handle in inner),
+            *(Route(path, _Exchange(self, what, handle), methods=["POST"]) for path, what, handle in inner),
         ]
-        paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _ in inner)]
+        paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _, _ in inner)]
         return application(
             routes,
             limits=self.limits,
@@ -167,18 +169,20 @@ class VllmNode:
     async def stop(self) -> None:
         """Take nothing new, and wait for the pool no more."""
         self.stopping = True
+        self.bodies.stop()
+        self.readers.stop()
         await self._looks.close()
+
+    def close(self) -> None:
+        """Read no more. Blocks for a moment. Idempotent."""
+        self.readers.close()
 
     # --- what routers ask ---------------------------------------------------------------------------------------------
 
     async def _prefill(self, asked: Asked) -> None:
         """Have vLLM compute a prompt; the ticket, when the pool has all of it."""
-        begin_s = time.monotonic()
-        path, body = _envelope(Fields(asked.body))
-        one = {**body, "max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": TELL}
-        for name in ("stream_options", "min_tokens", "max_completion_tokens", "best_of", "use_beam_search"):
-            one.pop(name, None)
-        async with self._vllm.ask(path, one, asked.name) as response:
+        begin_s, work = time.monotonic(), asked.work
+        async with self._vllm.ask(work.path, work.content, asked.name) as response:
             content = await read(response)
         if response.status_code != 200:
             raise _upstream(response.status_code, content)
@@ -205,7 +209,7 @@ class VllmNode:
         ticket = VllmTicket(
             model=self.facts.model,
             identity=told.identity,
-            body=body_digest(body),
+            body=work.digest,
             num_prompt_tokens=num_tokens,
             nonce=secrets.token_hex(32),
             expires_at_ms=int((time.time() + _TICKET_S) * 1000),
@@ -223,40 +227,36 @@ class VllmNode:
 
     async def _decode(self, asked: Asked) -> None:
         """The whole answer, by vLLM, which loads what the pool has."""
-        fields = Fields(asked.body)
-        path, body = _envelope(fields)
-        ticket = self._ticket(fields.get("ticket"), body)
+        ticket = self._ticket(asked.work)
         nonce = bytes.fromhex(ticket.nonce)
         use = self._used.take(nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
         if use is not Use.FIRST:
             raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
         try:
-            await self._forward(asked, path, body)
+            await self._forward(asked)
         finally:
             if not asked.send.begun:
                 self._used.give_back(nonce)
 
-    def _ticket(self, given: object, body: Mapping[str, Any]) -> VllmTicket:
+    def _ticket(self, work: Work) -> VllmTicket:
         """The ticket, if it is good here and for this request. Raises HandoffFailed."""
         facts, now_ms = self.facts, time.time() * 1000
         try:
-            ticket = VllmTicket.read(given)
+            ticket = VllmTicket.read(work.ticket)
         except InvalidInput as error:
             raise HandoffFailed(str(error), reason=Reason.FOREIGN) from error
         why = ticket.refusal(
-            self.options.node_key, model=facts.model, identity=facts.identity, body=body_digest(body), now_ms=now_ms
+            self.options.node_key, model=facts.model, identity=facts.identity, body=work.digest, now_ms=now_ms
         )
         if why is not None:
             late = ticket.expires_at_ms <= now_ms
             raise HandoffFailed(why, reason=Reason.EXPIRED if late else Reason.FOREIGN)
         return ticket
 
-    async def _plain(self, asked: Asked) -> None:
-        await self._forward(asked, asked.http.url.path, asked.body)
-
-    async def _forward(self, asked: Asked, path: str, body: Mapping[str, Any]) -> None:
-        send = asked.send
-        async with self._vllm.ask(path, body, asked.name) as response:
+    async def _forward(self, asked: Asked) -> None:
+        """Pass on what vLLM answers, as it comes."""
+        send, path = asked.send, asked.work.path or asked.http.url.path
+        async with self._vllm.ask(path, asked.work.content, asked.name) as response:
             if response.status_code != 200:
                 raise _upstream(response.status_code, await read(response))
             kind = response.headers.get("content-type", "application/json").encode("latin-1")
@@ -338,50 +338,45 @@ class VllmNode:
 class _Exchange:
     """An endpoint: every request is a task of its own, which ends when its client leaves or its time is over."""
 
-    def __init__(self, node: VllmNode, handle: Handle) -> None:
+    def __init__(self, node: VllmNode, what: str, handle: Handle) -> None:
         self._node = node
+        self._what = what  # reads its bodies
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        http, sending = Request(scope, receive), Sending(send)
-        self._node.require_room()
-        async with self._node.bodies.body_of(http, _BODY_BYTES) as data:
-            body = parse(data)
-        async with self._node.inside(http) as left_s:
-            work = asyncio.create_task(self._handle(Asked(http, body, sending, left_s)))
-            leaving = asyncio.create_task(_until_gone(receive))
-            try:
-                await asyncio.wait({work, leaving}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-                elif not leaving.done():
-                    raise errors.too_late(left_s)
-            except (ApiError, VllmGone, httpx2.HTTPError) as error:
-                if sending.begun:  # too late for a status: the connection is closed, and the router sees that
-                    raise VllmGone(str(error)) from error
-                if isinstance(error, ApiError):
-                    raise
-                raise ApiError(502, str(error), kind="server_error", code="upstream_failed") from error
-            finally:
-                for task in (work, leaving):
-                    task.cancel()
-                await asyncio.wait({work, leaving})
+        node, http, sending = self._node, Request(scope, receive), Sending(send)
+        node.require_room()
+        async with node.bodies.body_of(http, _BODY_BYTES) as data:  # held for as long as vLLM may want it
+            work = await node.readers.read(self._what, data, num_bytes=len(data), until_s=until_s(http))
+            del data
+            async with node.inside(http) as left_s:
+                await self._exchange(Asked(http, work, sending, left_s), receive)
+
+    async def _exchange(self, asked: Asked, receive: Receive) -> None:
+        work = asyncio.create_task(self._handle(asked))
+        leaving = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({work, leaving}, timeout=asked.left_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not leaving.done():
+                raise errors.too_late(asked.left_s)
+        except (ApiError, VllmGone, httpx2.HTTPError) as error:
+            if asked.send.begun:  # too late for a status: the connection is closed, and the router sees that
+                raise VllmGone(str(error)) from error
+            if isinstance(error, ApiError):
+                raise
+            raise ApiError(502, str(error), kind="server_error", code="upstream_failed") from error
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.wait({work, leaving})
 
 
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _envelope(fields: Fields) -> tuple[str, dict[str, Any]]:
-    endpoint = fields.text("endpoint")
-    if endpoint not in ENDPOINTS:
-        raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}")
-    body = fields.get("body")
-    if not isinstance(body, dict):
-        raise errors.invalid("body", "body must be the client's, an object")
-    return endpoint, body
 
 
 class _Said(ApiError):

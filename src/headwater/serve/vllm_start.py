@@ -199,6 +199,8 @@ class VllmServer(uvicorn.Server):
             await self._beats.leave()
         if self.started:
             await super().shutdown(sockets)
+        if self._node is not None:
+            self._node.close()
         if self._vllm is not None:
             await self._vllm.aclose()
 

@@ -35,14 +35,17 @@ from headwater.fleet import Child, Fleet, FleetOptions
 from headwater.testing.door_attackers import KINDS, NO_END, PATH
 
 PLAN: Final[Mapping[str, int]] = {  # a thousand and more: some of them do not get in
-    "silent": 300,
-    "slow_head": 400,
-    "slow_body": 300,
+    "silent": 200,
+    "slow_head": 250,
+    "slow_body": 200,
     "half_body": 16,
     "unread": 4,
     "giant": 2,
     "bomb": 1,
     "crumbs": 2,
+    "many_lines": 4,
+    "linger": 150,
+    "just_large": 200,
     "garbage": 4,
 }
 MOST_TIMES: Final = 3.0

@@ -92,6 +92,27 @@ async def crumbs(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     await _drip(writer, b"1\r\n \r\n" * 1000, 0.01)
 
 
+async def many_lines(writer: asyncio.StreamWriter, chance: random.Random) -> None:
+    """A head of thousands of tiny headers, or a body with as many behind it."""
+    lines = b"a:\r\n" * 4050 + b"\r\n"
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    writer.write(chance.choice([head + lines, _head(None) + b"2\r\n{}\r\n0\r\n" + lines]))
+    await asyncio.sleep(_NO_END_S)
+
+
+async def linger(writer: asyncio.StreamWriter, chance: random.Random) -> None:
+    """A body that nobody wants, and that does not come."""
+    writer.write(_head(100_000).replace(b"application/json", b"text/plain") + b"{")
+    await asyncio.sleep(_NO_END_S)
+
+
+async def just_large(writer: asyncio.StreamWriter, chance: random.Random) -> None:
+    """A whole body that is just too large to be small."""
+    data = json.dumps({"prompt": ["ab " * 80] * 260 + ["x" * 9000], "max_tokens": 1}).encode().ljust(66_000)
+    writer.write(_head(len(data)) + data)
+    await asyncio.sleep(_NO_END_S)
+
+
 async def garbage(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """What is no HTTP, or too much of it."""
     writer.write(chance.choice([chance.randbytes(200), b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"\r\n" * 50]))
@@ -107,6 +128,9 @@ KINDS: Final[Mapping[str, _Attack]] = {
     "giant": giant,
     "bomb": bomb,
     "crumbs": crumbs,
+    "many_lines": many_lines,
+    "linger": linger,
+    "just_large": just_large,
     "garbage": garbage,
 }
 
@@ -149,7 +173,7 @@ async def _again(url: str, kind: str, heard: Counter[str], chance: random.Random
 async def _heard(kind: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, chance: random.Random) -> str:
     """What a server says to one attack."""
     doing = asyncio.create_task(KINDS[kind](writer, chance))
-    hearing = asyncio.create_task(_status(reader, reads=kind != "unread"))
+    hearing = asyncio.create_task(_status(reader, reads=kind != "unread", stays=kind == "linger"))
     try:
         done, _ = await asyncio.wait({doing, hearing}, timeout=_NO_END_S, return_when=asyncio.FIRST_COMPLETED)
         if doing in done and hearing not in done and kind != "unread":  # the answer may be on its way
@@ -166,12 +190,14 @@ async def _heard(kind: str, reader: asyncio.StreamReader, writer: asyncio.Stream
                 task.exception()  # a connection that was cut, mostly
 
 
-async def _status(reader: asyncio.StreamReader, *, reads: bool) -> str:
-    """The status of an answer; `cut` if the connection is closed without one."""
+async def _status(reader: asyncio.StreamReader, *, reads: bool, stays: bool) -> str:
+    """The status of an answer; `cut` if the connection is closed without one. Who `stays` waits until it is closed."""
     if not reads:
         await asyncio.sleep(10 * _NO_END_S)
     with suppress(OSError, ValueError):
         words = (await reader.readline()).split(b" ")
+        while stays and await reader.read(1 << 12):
+            pass
         if len(words) > 1:
             return words[1].decode("latin-1")
     return "cut"
