@@ -71,7 +71,7 @@ class Generate(Endpoint):
     async def _handle(self, arrival: Arrival, send: Send) -> None:
         service, api = self._service, self._api
         question = await service.read(arrival, api)
-        with service.places(question.asked.num_answers):
+        with service.places(question.num_answers):
             answer = service.submit(arrival, api, question)
             with service.answering(arrival, answer):
                 await Reply(service, arrival, api, question.asked, answer).send(send)

@@ -249,7 +249,7 @@ class Service:
         choices are computed where the prompt's blocks are read to.
         """
         asked = question.asked
-        _require_few_logprobs(asked)
+        _require_few_logprobs(question)
         answer = Answer(self.running.engine, self.unread, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
         for i, tokens in enumerate(question.prompts):
             handoff = handoffs[i] if handoffs else None
@@ -321,14 +321,15 @@ class Service:
         return most
 
 
-def _require_few_logprobs(asked: Asked) -> None:
+def _require_few_logprobs(question: Question) -> None:
     """Refuse more of them than one body should hold. Where nobody said how many tokens, the body's size decides."""
+    asked = question.asked
     if asked.logprobs is None or asked.stream or asked.max_tokens is None:
         return
-    number = asked.num_answers * asked.max_tokens * (asked.logprobs + 1)
+    number = question.num_answers * asked.max_tokens * (asked.logprobs + 1)
     if number > _MAX_TOLD:
         message = (
-            f"{asked.num_answers} answers of {asked.max_tokens} tokens with {asked.logprobs} alternatives each are "
+            f"{question.num_answers} answers of {asked.max_tokens} tokens with {asked.logprobs} alternatives each are "
             f"{number} log-probabilities, and an answer in one piece may have {_MAX_TOLD}: ask for fewer, or stream"
         )
         raise errors.invalid("logprobs", message)

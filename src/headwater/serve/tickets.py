@@ -97,7 +97,7 @@ class Decode(_Asked):
         service, config = self._service, self._service.config
         envelope = await service.read_envelope(arrival, _TICKET_BYTES)
         api, question = APIS[envelope.endpoint], envelope.question
-        num_answers, asked = question.asked.num_answers, question.asked
+        num_answers, asked = question.num_answers, question.asked
         if num_answers > config.max_running:  # nobody waits here: what does not run at once would be in others' way
             message = f"{num_answers} answers are more than the {config.max_running} that run here at once"
             raise errors.invalid("n" if asked.num_choices > 1 else api.prompt_param, message)
