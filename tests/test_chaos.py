@@ -123,13 +123,26 @@ def test_the_command_says_the_same_as_its_program(monkeypatch: pytest.MonkeyPatc
     assert exit_.value.code == 2
 
 
+def _hear_interrupts() -> None:
+    """Who runs the tests in the background may ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.fault("B11")
 def test_a_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     """Of everybody who hears it: the terminal tells the whole group."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     options = ["chaos", "--times", "50", "--fault", "pool_slow"]
     pipe = subprocess.PIPE
-    chaos = subprocess.Popen([*COMMAND, *options], env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    chaos = subprocess.Popen(
+        [*COMMAND, *options],
+        env=env,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
+    )
     try:
         logs: list[Path] = []
         until_s = time.monotonic() + 120

@@ -393,23 +393,15 @@ def test_a_wrong_byte_in_the_last_layer_throws_the_step_away(model: Model, shm: 
 
 @pytest.mark.parametrize("how", ["given up", "late", "raises"])
 def test_a_load_that_ends_in_the_middle_throws_the_step_away(
-    model: Model, shm: Path, prompt: list[int], how: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, shm: Path, prompt: list[int], how: str
 ) -> None:
     cold = run_cold(model, shm, prompt)
-    cancelled = threading.Event()
-    cancel = Transfer.cancel
-
-    def cancel_and_tell(transfer: Transfer) -> None:
-        cancel(transfer)
-        cancelled.set()
-
-    monkeypatch.setattr(Transfer, "cancel", cancel_and_tell)
-    with rig(model, shm, load_timeout_s=0.3 if how == "late" else WAIT_S) as (here, _):
+    # One that is late before its step has begun is not thrown away: nothing was computed with it.
+    with rig(model, shm, load_timeout_s=5.0 if how == "late" else WAIT_S) as (here, _):
         held = here.hold_plane(last_plane(model))
         run = here.begin(prompt)
         assert held.arrived.wait(WAIT_S)
-        if how != "late":  # it may be late before it has begun
-            wait_until(lambda: here.model.asked == [0, 1, 2])
+        wait_until(lambda: here.model.asked == [0, 1, 2])
         worker = here.cache._hands
         assert isinstance(worker, Worker)
         load = next(job for job in worker._ledger.live.values() if isinstance(job.order, Load))
@@ -418,7 +410,6 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
             wait_until(lambda: load.failing is not None)
         elif how == "late":
             wait_until(lambda: load.deadline.expired)
-            assert cancelled.wait(WAIT_S)  # it was noticed, while bytes were on their way
         else:
             here.into.judge = _raise
         held.go_on.set()

@@ -94,8 +94,10 @@ class Remains:
         begin = os.pread(fd, SECTOR, 0)
         if info.st_size < SECTOR:  # nothing in it, or what is left of the header
             return self.header.encode().startswith(begin)
-        control = os.pread(fd, _SEALED.size, CONTROL_AT)
-        return len(control) == _SEALED.size and self.header.unseal(control) is not None
+        control = os.pread(fd, SECTOR, CONTROL_AT)
+        if info.st_size == Geometry.plan(self.header.limit_bytes).file_bytes and not any(begin + control):
+            return True  # its beginning was zeroed: that is nobody's
+        return len(control) == SECTOR and self.header.unseal(control[:SEALED_BYTES]) is not None
 
     def close(self) -> None:
         """Let it go. Idempotent."""
