@@ -94,10 +94,10 @@ class Remains:
         begin = os.pread(fd, SECTOR, 0)
         if info.st_size < SECTOR:  # nothing in it, or what is left of the header
             return self.header.encode().startswith(begin)
-        control = os.pread(fd, SECTOR, CONTROL_AT)
-        if info.st_size == Geometry.plan(self.header.limit_bytes).file_bytes and not any(begin + control):
-            return True  # its beginning was zeroed: that is nobody's
-        return len(control) == SECTOR and self.header.unseal(control[:SEALED_BYTES]) is not None
+        if info.st_size == Geometry.plan(self.header.limit_bytes).file_bytes:
+            return True  # damaged in place: who writes a file of his own over it gives it another size
+        control = os.pread(fd, SEALED_BYTES, CONTROL_AT)
+        return len(control) == SEALED_BYTES and self.header.unseal(control) is not None
 
     def close(self) -> None:
         """Let it go. Idempotent."""
