@@ -107,6 +107,10 @@ class Tally:
         self._tell()
         self._hands.submit(instructions)
 
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the hands' own."""
+        return getattr(self._hands, name)
+
     def hear(self, event: Event) -> None:
         """Count, then pass on."""
         if isinstance(event, JobDone | JobFailed):
@@ -310,7 +314,8 @@ class Campaign:
         return found
 
     def _judge_size(self) -> None:
-        num_bytes = sum(path.stat().st_blocks * 512 for path in self._store.rglob("*") if path.is_file())
+        # Files are allocated, never sparse. A file system's own blocks, for where the pieces of one lie, are not ours.
+        num_bytes = sum(path.stat().st_size for path in self._store.rglob("*") if path.is_file())
         self._report.most_bytes = max(self._report.most_bytes, num_bytes)
         self._report.over_limit += num_bytes > LIMIT_BYTES
 
