@@ -314,8 +314,7 @@ class Campaign:
         return found
 
     def _judge_size(self) -> None:
-        # Files are allocated, never sparse. A file system's own blocks, for where the pieces of one lie, are not ours.
-        num_bytes = sum(path.stat().st_size for path in self._store.rglob("*") if path.is_file())
+        num_bytes = sum(path.stat().st_blocks * 512 for path in self._store.rglob("*") if path.is_file())
         self._report.most_bytes = max(self._report.most_bytes, num_bytes)
         self._report.over_limit += num_bytes > LIMIT_BYTES
 

@@ -38,6 +38,8 @@ _MIN_CHANGES: Final = 4096
 _MAX_CHANGES: Final = 1 << 20
 _MIN_EXTENTS: Final = 16
 _MAX_EXTENT: Final = 1 << 30
+_BOOKS_SHARE: Final = 1 << 14  # of the limit, and
+_BOOKS_SECTORS: Final = 4  # are left for the file system's books of where a file's pieces lie: they take disk too
 _MAX_BYTES: Final = 1 << 46  # so that a slot's number fits into an entry of the ring of changes
 
 
@@ -64,7 +66,7 @@ class Geometry:
         Sixteen extents or more, each at most 1 GiB: few and large, because an extent loses what does not fill a slot;
         many enough that layouts can share. Raises StoreUnavailable where nothing fits.
         """
-        file_bytes = limit_bytes // SECTOR * SECTOR
+        file_bytes = (limit_bytes - limit_bytes // _BOOKS_SHARE) // SECTOR * SECTOR - _BOOKS_SECTORS * SECTOR
         if limit_bytes >= _MAX_BYTES:
             raise StoreUnavailable(f"a limit of {limit_bytes} bytes is more than one slab takes: choose a lower limit")
         most_slots = max(_MIN_SLOTS, limit_bytes // _BYTES_PER_SLOT)
