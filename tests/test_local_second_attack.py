@@ -236,6 +236,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_locked_and_no_slot_lost(place
             reserved = store.slots(deadline=soon()).get(1, 0)
             assert reserved <= len(lent)
             assert not attachment_of(store).users
+            assert not attachment_of(store)._takers
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -240,14 +240,15 @@ class Attachment:
     @contextlib.contextmanager
     def taking(self, taker: Taker) -> Iterator[None]:
         """While a call takes slots, and until they are published or given back."""
+        takers, key = self._takers, id(taker)
         try:
-            self._takers[id(taker)] = taker
+            takers[key] = taker
             yield
         except BaseException:
             self._in_doubt = True
             raise
         finally:
-            self._takers.pop(id(taker), None)
+            takers.pop(key, None)  # one call of C: no interrupt comes before it
 
     def refresh(self, deadline: Deadline) -> bool:
         """Bring the mirror up to date. False if that was not possible in time. Waits for no other process."""
