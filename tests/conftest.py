@@ -37,10 +37,21 @@ settings.register_profile("nightly", parent=settings.get_profile("default"), max
 settings.load_profile(os.environ.get("HEADWATER_TEST_PROFILE", "default"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what the imports made out of the collector's sight: the leak check below collects after every test."""
+_num_modules = 0
+
+
+def _collect() -> None:
+    """Collect; and take what new imports made out of the collector's sight, or it looks through it after every test."""
+    global _num_modules
     gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _num_modules:
+        _num_modules = len(sys.modules)
+        gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin with nothing to look through."""
+    _collect()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].zeros(1, device="cuda").cpu()  # a CUDA context opens files of its own; not a test's leak
 
@@ -63,7 +74,7 @@ def no_leaks() -> Iterator[None]:
     threads = set(threading.enumerate())
     files = _open_files()
     yield
-    gc.collect()
+    _collect()
     left = [thread.name for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
     assert not left, f"threads left running: {left}"
     opened = {fd: target for fd, target in _open_files().items() if files.get(fd) != target}

@@ -156,7 +156,7 @@ def test_a_draw_has_the_probability_that_it_should_have() -> None:
     logits = torch.tensor([1.0, 0.0, 2.5, -1.0, 0.5, 2.5])
     for more in ({}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}):
         sampling = Sampling(temperature=0.8, **more)
-        num = 20_000  # of uniforms, evenly spread: a share of them is a probability, but for one at each end
+        num = 5_000  # of uniforms, evenly spread: a share of them is a probability, but for one at each end
         drawn = Counter(draw(logits, sampling, (i + 0.5) / num) for i in range(num))
         tokens, likely = kept(logits, sampling)
         for token, share in zip(tokens.tolist(), (likely / likely.sum()).tolist(), strict=True):

@@ -120,7 +120,7 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
                 results = readers[chain_id % 2].get_into(pages, deadline=Deadline.after(DEADLINE_S))
                 for page, (_, buffer), got in zip(chain, pages, results, strict=True):
                     if got is GetStatus.HIT:
-                        say("hit" if buffer == page.frame else "wrong")
+                        say("hit" if bytes(buffer) == page.frame else "wrong")
                     elif got is GetStatus.LATE:
                         say("late")
                     elif got is not GetStatus.MISS:
@@ -294,7 +294,7 @@ def _read_all(store: LocalStore, num_chains: int, report: Report) -> set[PageNam
         for page in sample_chain(chain_id, DEPTH, plane_bytes=planes(chain_id)):
             buffer = page.buffer()
             if reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0] is GetStatus.HIT:
-                report.wrong_bytes += buffer != page.frame
+                report.wrong_bytes += bytes(buffer) != page.frame
                 found.add(page.name)
     return found
 

@@ -94,7 +94,7 @@ class _Server:
         pages = self.pages(refs)
         wanted = [(page.name, page.buffer()) for page in pages]
         results = reader.get_into(wanted, deadline=Deadline.after(timeout_s))
-        right = [buffer == page.frame for page, (_, buffer) in zip(pages, wanted, strict=True)]
+        right = [bytes(buffer) == page.frame for page, (_, buffer) in zip(pages, wanted, strict=True)]
         return [
             "wrong" if status is GetStatus.HIT and not good else status.value
             for status, good in zip(results, right, strict=True)

@@ -99,7 +99,7 @@ class Watcher:
         statuses = self._timed("get", lambda d: reader.get_into(wanted, deadline=d))
         for page, (_, buffer), status in zip(THERE, wanted, statuses, strict=True):
             self.seen.missed += status is not GetStatus.HIT
-            self.seen.wrong += status is GetStatus.HIT and buffer != page.frame
+            self.seen.wrong += status is GetStatus.HIT and bytes(buffer) != page.frame
         self._timed("contains", lambda d: store.contains([page.name for page in (*THERE, *new)], deadline=d))
         puts = self._timed("put", lambda d: store.put(items(new), deadline=d))
         self.seen.blocked["put"] += any(status == "late" for status in puts)

@@ -40,7 +40,7 @@ def read(store: Store, pages: Sequence[SamplePage]) -> list[GetStatus]:
     assert len(results) == len(pages)
     for page, buffer, status in zip(pages, buffers, results, strict=True):
         if status is GetStatus.HIT:
-            assert buffer == page.frame, "a HIT with other bytes than were put"
+            assert bytes(buffer) == page.frame, "a HIT with other bytes than were put"
     return results
 
 
