@@ -105,7 +105,7 @@ class Node:
     script: Callable[[Asked], Fault] = lambda asked: Fault.NONE
     port: int = 0
     slow_s: float = 0.3  # longer than silence
-    error_code: str = "scripted"  # of an error event
+    error_code: str = "scripted"  # of an error
     gate: asyncio.Event | None = None  # where set, the work waits for it
     asked: list[Asked] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # attempts whose connection was closed while it worked
@@ -257,7 +257,7 @@ class Node:
         }.get(fault)
         if plain is not None:
             status, message = plain
-            error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": "scripted"}
+            error = {"message": message, "type": "invalid_request_error", "param": "prompt", "code": self.error_code}
             await _json(writer, status, {"error": error}, more=asked.proof(status))
         elif fault is Fault.MISSING:
             error = {"message": "a block is gone", "type": "server_error", "code": "missing"}

@@ -630,6 +630,23 @@ def test_alone_it_is_an_honest_error_and_no_token(where: str) -> None:
                 assert tokens.error["code"] == "scripted"
 
 
+@pytest.mark.fault("B7")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_comes_to_nothing_leaves_no_node_alone(*, stream: bool) -> None:
+    with world(pause_s=60.0, max_pause_s=60.0) as here:
+        nodes = [here.add(name, "mixed", fault=Fault.ERROR) for name in ("a", "b")]
+        for node in nodes:
+            node.error_code = "not_finite"
+        for _ in range(6):
+            assert here.tokens(here.complete(stream=stream)).status == 502
+        assert sum(len(node.asked) for node in nodes) == 12  # a second opinion, and no third
+        nodes[0].script = lambda asked: Fault.NONE
+        for i in range(12):
+            assert here.tokens(here.complete(request_id=f"r{i}", stream=stream)).node == "a"
+        here.until_idle()
+        assert {one["node"]: one["breaker"] for one in here.state()["nodes"]} == {"a": "closed", "b": "open"}
+
+
 def test_in_the_middle_of_a_stream_an_event_says_so_and_nobody_else_goes_on() -> None:
     with world(pause_s=0.01, max_pause_s=0.01) as here:
         bad, good = here.add("bad", "decode"), here.add("good", "decode")

@@ -13,13 +13,17 @@ from typing import Any, Final
 
 from headwater.disagg.events import event_of
 from headwater.disagg.nodes import NodeTable, Visit
-from headwater.disagg.outcome import READ_TOO_SLOWLY
+from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
 from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
 from headwater.metrics import Metrics
 
 _PREFILL: Final = "/pd/prefill"
 _DECODE: Final = "/pd/decode"
+_LAST_WORDS: Final = {  # of a stream, by code, that say nothing against the node
+    READ_TOO_SLOWLY: Trouble.REJECTED,
+    NOT_FINITE: Trouble.NOT_FINITE,
+}
 
 
 class Asker:
@@ -102,8 +106,8 @@ class Asker:
             await client.event(event)
             if "error" in said:  # the node's own last word; the client has it
                 trip.outcome = Outcome.BROKEN
-                if isinstance(said["error"], dict) and said["error"].get("code") == READ_TOO_SLOWLY:
-                    trouble = Trouble.REJECTED  # the client's fault
+                code = said["error"].get("code") if isinstance(said["error"], dict) else None
+                trouble = _LAST_WORDS.get(code, trouble) if isinstance(code, str) else trouble
         await client.end()
         trip.done = True
         await heard.tidy()
@@ -120,10 +124,12 @@ class Asker:
             yield attempt
             attempt.outcome = "ok"
             self._nodes.went_well(visit)
+            while trip.suspects:  # it was they, and not the prompt
+                self._nodes.failed(trip.suspects.pop(), now_s(), at_once=False)
             trip.nodes[phase] = visit.name
         except Unanswered as error:
             attempt.outcome, attempt.why = error.trouble, str(error)
-            self._blame(visit, error.trouble, now_s())
+            self._blame(trip, visit, error.trouble, now_s())
             raise
         except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
             late = isinstance(error, asyncio.CancelledError) and now_s() >= trip.call.until_s
@@ -141,11 +147,14 @@ class Asker:
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
 
-    def _blame(self, visit: Visit, trouble: Trouble, now_s: float) -> None:
+    def _blame(self, trip: Trip, visit: Visit, trouble: Trouble, now_s: float) -> None:
         if trouble is Trouble.REFUSED:
             self._nodes.refused(visit, now_s)
         elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
             self._nodes.went_well(visit)
+        elif trouble is Trouble.NOT_FINITE:
+            self._nodes.unproven(visit, now_s)
+            trip.suspects.append(visit)
         elif self._nodes.failed(visit, now_s, at_once=trouble in (Trouble.BROKEN, Trouble.HUNG)):
             self._metrics.event("node_resting", node=visit.name, why=trouble)
 

@@ -27,6 +27,7 @@ from headwater.core.errors import HeadwaterError, NotInstalled
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
 from headwater.disagg.node_auth import NotProven, node_called
+from headwater.disagg.outcome import NOT_FINITE
 from headwater.disagg.signing import Peer
 
 try:
@@ -57,6 +58,7 @@ class Trouble(enum.StrEnum):
     REFUSED = "refused"  # no room: ask another
     REJECTED = "rejected"  # the client's fault: it hears what the node said
     MISSING = "missing"  # the pool has not, or not whole, what the ticket names: prefill again
+    NOT_FINITE = "not_finite"  # the model computed NaN: by this prompt, or on that node, which another will tell
     FAILED = "failed"  # the node said so, or said nonsense
     BROKEN = "broken"  # no connection, or it broke
     HUNG = "hung"  # not a word, not even about itself
@@ -359,7 +361,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
         at = (document or {}).get("first_missing_block")
         where = f" from block {at} on" if isinstance(at, int) else ""
         return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
-    return Unanswered(Trouble.FAILED, about)
+    return Unanswered(Trouble.NOT_FINITE if error.get("code") == NOT_FINITE else Trouble.FAILED, about)
 
 
 def _too_large(limit_bytes: int) -> Unanswered:

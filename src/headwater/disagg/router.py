@@ -56,6 +56,7 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
     400, 413, 422,      the client's fault: the client gets this body and status
     404 `model_not_found`
                         So is a 200 of more than `max_answer_bytes`: 400 `answer_too_large`
+    500 `not_finite`    the model computed NaN: one more node is asked. Only if that one answers, it was a failure
     any other           a failure, told in `message`: another node is asked; three in a row and the node is left alone
 
 `GET /pd/attempts/{x-headwater-attempt}`, asked when a node says nothing for `silence_s`:
@@ -108,6 +109,7 @@ log: Final = logging.getLogger("headwater")
 
 _CLOCKS_S: Final = 10.0  # that a node's clock may differ, before that is told
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
+_SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked
 _Taken = tuple[Candidate, Visit]
 
 
@@ -354,7 +356,7 @@ class Router:
         else:
             trip.failed.add(candidate.node)
             trip.num_failed += 1
-            enough = trip.num_failed >= self.config.max_attempts
+            enough = trip.num_failed >= self.config.max_attempts or len(trip.suspects) >= _SECOND_OPINION
         if enough or trip.begun:
             raise _failed(trip) from trouble
         return lost

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.choice import Candidate, Choice, Held, Size
+from headwater.disagg.nodes import Visit
 from headwater.disagg.relay import Unanswered
 
 _NUM_SHOWN: Final = 16  # decisions of one trip
@@ -140,6 +141,7 @@ class Trip:
     attempts: list[Attempt] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # nodes
+    suspects: list[Visit] = field(default_factory=list)  # that computed NaN: they or the prompt, nobody knows yet
     waited_s: float = 0.0  # in line
     num_failed: int = 0
     num_refused: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.disagg.outcome import READ_TOO_SLOWLY, Reason
+from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY, Reason
 
 RETRY_AFTER_S: Final = 1
 
@@ -241,7 +241,7 @@ def not_finite() -> ApiError:
         500,
         "the model computed NaN or infinity for this request: its weights are damaged, or overflow in this dtype",
         kind="server_error",
-        code="not_finite",
+        code=NOT_FINITE,
     )
 
 
