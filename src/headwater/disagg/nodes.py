@@ -1,7 +1,8 @@
 """The node table: who is there, for how long that is believed, how busy each is, and who is left alone for a while.
 
 Pure: told the time, knows no socket. A node is there while its lease runs; it joins, stays and is found again by
-heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. What it said of its load is carried
+heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. An answer of its own is a word too: a
+node that has so much to do that its heartbeats are late is not taken for dead. What it said of its load is carried
 forward with what this router has sent there since.
 
 Invariants:
@@ -75,6 +76,7 @@ class Entry:
             name=self.beat.node,
             role=self.beat.role,
             free_slots=free,
+            max_answers=self.beat.max_answers,
             num_requests=max(self.num_running, self.beat.load.running + self.beat.load.waiting),
             pending_tokens=self.pending_tokens,
             rates=Rates(**{one: getattr(said, one) or getattr(seen, one) for one in Rates.__slots__}),
@@ -86,11 +88,12 @@ class Entry:
 class Visit:
     """One request at one node. Must be ended once, in any case."""
 
-    def __init__(self, entry: Entry, tokens: int) -> None:
+    def __init__(self, entry: Entry, tokens: int, num_slots: int) -> None:
         self.entry = entry
         self._tokens = tokens
+        self._num_slots = num_slots
         entry.num_running += 1
-        entry.num_taken += 1
+        entry.num_taken += num_slots
         entry.pending_tokens += tokens
 
     @property
@@ -104,10 +107,10 @@ class Visit:
         self._tokens = 0
 
     def end(self) -> None:
-        """Give the slot back."""
+        """Give its slots back."""
         self.computed()
         self.entry.num_running -= 1
-        self.entry.num_taken -= 1
+        self.entry.num_taken -= self._num_slots
 
 
 class NodeTable:
@@ -189,14 +192,18 @@ class NodeTable:
             self._drained.pop(name, None)
         return entry
 
-    def visit(self, name: str, *, tokens: int, now_s: float) -> Visit | None:
+    def visit(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> Visit | None:
         """Send a request there; None if it went, or somebody else is probing it."""
         entry = self._entries.get(name)
         if entry is None or not entry.breaker.allows(now_s):
             return None
-        return Visit(entry, tokens)
+        return Visit(entry, tokens, num_slots)
 
     # --- what became of a visit ---------------------------------------------------------------------------------------
+
+    def lives(self, visit: Visit, now_s: float) -> None:
+        """It has proven itself with an answer, whatever that was: as good as a heartbeat, which may be late."""
+        visit.entry.until_s = max(visit.entry.until_s, now_s + visit.entry.beat.lease_s)
 
     def went_well(self, visit: Visit) -> None:
         """It answered."""

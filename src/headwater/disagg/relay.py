@@ -105,8 +105,15 @@ class Heard:
             return value if 0 <= value < 1e6 else None
         return None
 
-    async def whole(self, *, asked_for: bool = False) -> dict[str, Any]:
-        """The answer, a JSON object. Raises Unanswered.
+    async def document(self) -> dict[str, Any]:
+        """The answer, a JSON object. Raises Unanswered."""
+        found = _object(await self.body())
+        if found is None:
+            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
+        return found
+
+    async def body(self, *, asked_for: bool = False) -> bytes:
+        """The bytes of the answer, all of them. Raises Unanswered.
 
         `asked_for`: its size is the client's choice. One that is too large is then no fault of the node.
         """
@@ -119,10 +126,7 @@ class Heard:
                     if asked_for
                     else Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
                 )
-        found = _object(bytes(body))
-        if found is None:
-            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
-        return found
+        return bytes(body)
 
     async def events(self) -> AsyncIterator[tuple[bytes, dict[str, Any]]]:
         """The events of a stream, each whole: its bytes, and what it says; `[DONE]` says {}. Raises Unanswered.
