@@ -95,6 +95,7 @@ class Asker:
                 if "choices" not in said:
                     raise Unanswered(Trouble.FAILED, f"{visit.name} began a stream without an answer")
                 _first(trip, visit, attempt, heard, now_s())
+                self._nodes.lives(visit, now_s())
                 trip.begun = True
                 await client.begin()
             if said.get("usage"):
@@ -125,7 +126,7 @@ class Asker:
             trip.nodes[phase] = visit.name
         except Unanswered as error:
             attempt.outcome, attempt.why = error.trouble, str(error)
-            self._blame(visit, error.trouble, now_s())
+            self._blame(visit, attempt, error.trouble, now_s())
             raise
         except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
             late = isinstance(error, asyncio.CancelledError) and now_s() >= trip.call.until_s
@@ -143,14 +144,18 @@ class Asker:
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
 
-    def _blame(self, visit: Visit, trouble: Trouble, now_s: float) -> None:
+    def _blame(self, visit: Visit, attempt: Attempt, trouble: Trouble, now_s: float) -> None:
+        unheard = visit.entry.lived_s < attempt.began_s  # by anybody, since it was asked
         if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.FAILED):  # only a node that has proven itself says so
             self._nodes.lives(visit, now_s)
         if trouble is Trouble.REFUSED:
             self._nodes.refused(visit, now_s)
-        elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
+            return
+        if trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
             self._nodes.went_well(visit)
-        elif self._nodes.failed(visit, now_s, at_once=trouble in (Trouble.BROKEN, Trouble.HUNG)):
+            return
+        at_once = trouble in (Trouble.BROKEN, Trouble.HUNG) or (trouble is Trouble.UNREACHED and unheard)
+        if self._nodes.failed(visit, now_s, at_once=at_once):
             self._metrics.event("node_resting", node=visit.name, why=trouble)
 
 

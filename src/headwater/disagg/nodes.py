@@ -13,6 +13,7 @@ Invariants:
 - A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
 - A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
   connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
+  So does a connection that did not come in time, where the node has answered others meanwhile: it is slow, or we are.
 """
 
 import enum
@@ -60,6 +61,7 @@ class Entry:
     num_running: int = 0  # our requests there
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     refused_until_s: float = 0.0
+    lived_s: float = float("-inf")  # when it last proved itself with an answer
     measured: Rates = field(default_factory=Rates)  # by this router
     num_taken: int = 0  # slots of ours, less those given back, since its last word on its load
 
@@ -204,6 +206,7 @@ class NodeTable:
     def lives(self, visit: Visit, now_s: float) -> None:
         """It has proven itself with an answer, whatever that was: as good as a heartbeat, which may be late."""
         visit.entry.until_s = max(visit.entry.until_s, now_s + visit.entry.beat.lease_s)
+        visit.entry.lived_s = now_s
 
     def went_well(self, visit: Visit) -> None:
         """It answered."""

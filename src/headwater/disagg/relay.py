@@ -59,6 +59,7 @@ class Trouble(enum.StrEnum):
     MISSING = "missing"  # the pool has not, or not whole, what the ticket names: prefill again
     FAILED = "failed"  # the node said so, or said nonsense
     BROKEN = "broken"  # no connection, or it broke
+    UNREACHED = "unreached"  # no connection in time: it may be gone, or have too much to do, or we have
     HUNG = "hung"  # not a word, not even about itself
 
 
@@ -223,6 +224,8 @@ class Relay:
             raise Unanswered(Trouble.HUNG, f"{hop.node} {watch.why}") from None
         except NotProven as error:
             raise _untrusted(hop.node, error) from error
+        except httpx2.ConnectTimeout as error:
+            raise _no_connection(hop.node, self._connect_s) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
 
@@ -274,6 +277,8 @@ class Relay:
             await peer.prove(connect_s=self._connect_s)
         except NotProven as error:
             raise _untrusted(node, error) from error
+        except TimeoutError as error:
+            raise _no_connection(node, self._connect_s) from error
         except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
             raise Unanswered(Trouble.BROKEN, f"the connection to {node} failed: {_words(error)}") from error
 
@@ -377,6 +382,10 @@ def _untrusted(node: str, error: NotProven) -> Unanswered:
     if error.status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, f"{node}: status {error.status}", status=503)
     return Unanswered(Trouble.BROKEN, f"{node} is not trusted: {error}")
+
+
+def _no_connection(node: str, connect_s: float) -> Unanswered:
+    return Unanswered(Trouble.UNREACHED, f"there was no connection to {node} within {connect_s:g} s")
 
 
 async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:
