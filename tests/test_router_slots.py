@@ -318,7 +318,7 @@ def test_a_large_answer_is_what_a_small_one_would_be(
     after: str,
 ) -> None:
     choices = [{"text": text, "index": i, "usage": {"own": 1}} for i, text in enumerate(texts)]
-    document = {"id": "r", "choices": choices, "pad": "x" * PARSED_BYTES, "usage": usage}
+    document: dict[str, Any] = {"id": "r", "choices": choices, "pad": "x" * PARSED_BYTES, "usage": usage}
     if not last:
         document |= {"kv_transfer_params": None, "more": [after]}
     body = json.dumps(document, ensure_ascii=ascii_only, separators=separators).encode()
