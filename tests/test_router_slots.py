@@ -20,10 +20,13 @@ from headwater.disagg.beat import Beat, Load
 from headwater.disagg.choice import NodeFacts, Size, choose_decode, choose_entry
 from headwater.disagg.gate import Gate
 from headwater.disagg.nodes import NodeTable
-from headwater.disagg.relay import Relay
-from headwater.disagg.trip import Call, Trip
+from headwater.disagg.relay import Relay, Trouble
+from headwater.disagg.router import Router
+from headwater.disagg.settings import RouterConfig
+from headwater.disagg.trip import Attempt, Call, Phase, Trip
 from headwater.disagg.whole import PARSED_BYTES, WholeAnswer
 from headwater.disagg.width import num_choices, num_prompts
+from headwater.metrics import Metrics
 from headwater.serve.reading import large_routable
 from router_kit import IDENTITY, LAYOUT, WAIT_S, world
 
@@ -45,6 +48,7 @@ LARGE = "x" * 70_000  # a body with it is read by another process
         ({"prompt": [], "n": 0}, 1, 1),
         ({"prompt": None, "n": "many"}, 1, 1),
         ({"n": True}, 1, 1),
+        ({"n": 1 << 62}, 1, 1 << 31),
     ],
 )
 def test_how_wide_a_body_is(body: dict[str, Any], prompts: int, choices: int) -> None:
@@ -234,13 +238,15 @@ def test_everybody_gets_through_in_the_order_of_its_line(guests: list[tuple[int,
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
+BEAT = Beat(
+    node="n", url="http://127.0.0.1:1", role=Role.MIXED, model="m", identity=IDENTITY, block_tokens=16, layout=LAYOUT,
+    lease_s=6.0, load=Load(free_slots=4),
+)  # fmt: skip
+
+
 def test_a_node_that_answers_is_there_however_late_its_heartbeat_is() -> None:
-    said = Beat(
-        node="n", url="http://127.0.0.1:1", role=Role.MIXED, model="m", identity=IDENTITY, block_tokens=16,
-        layout=LAYOUT, lease_s=6.0, load=Load(free_slots=4),
-    )  # fmt: skip
     table = NodeTable()
-    table.heard(said, 0.0)
+    table.heard(BEAT, 0.0)
     visit = table.visit("n", tokens=1, now_s=1.0)
     assert visit is not None
     table.lives(visit, 5.0)
@@ -290,6 +296,32 @@ def test_a_connection_that_does_not_come_in_time_is_not_held_against_a_node_that
         assert [one["outcome"] for one in attempts] == ["unreached", "ok"]
         assert here.router.metrics.value("events_total", kind="node_resting") == (0 if lived else 1)
         assert len(node.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("trouble", "heard_s", "rests"),
+    [
+        (Trouble.HUNG, 19.5, False),  # it has answered somebody else within the second that a probe may take
+        (Trouble.HUNG, 18.0, True),
+        (Trouble.UNREACHED, 10.0, False),
+        (Trouble.UNREACHED, 9.0, True),
+        (Trouble.BROKEN, 20.0, True),
+    ],
+)
+def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rests: bool) -> None:
+    async def main() -> None:
+        router = Router(RouterConfig(probe_timeout_s=1.0), metrics=Metrics())
+        router.nodes.heard(BEAT, 0.0)
+        asked, other = (router.nodes.visit("n", tokens=1, now_s=0.0) for _ in range(2))
+        assert asked is not None
+        assert other is not None
+        router.nodes.lives(other, heard_s)
+        attempt = Attempt(phase=Phase.MIXED, node="n", began_s=10.0)
+        router._asker._blame(asked, attempt, trouble, 20.0)
+        assert asked.entry.facts(20.0).resting is rests
+        await router.aclose()
+
+    asyncio.run(main())
 
 
 # --- answers in one piece ---------------------------------------------------------------------------------------------

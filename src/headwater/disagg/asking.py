@@ -145,18 +145,20 @@ class Asker:
             self._changed()
 
     def _blame(self, visit: Visit, attempt: Attempt, trouble: Trouble, now_s: float) -> None:
-        unheard = visit.entry.lived_s < attempt.began_s  # by anybody, since it was asked
+        lived_s = visit.entry.lived_s
         if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.FAILED):  # only a node that has proven itself says so
             self._nodes.lives(visit, now_s)
         if trouble is Trouble.REFUSED:
             self._nodes.refused(visit, now_s)
-            return
-        if trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
+        elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
             self._nodes.went_well(visit)
-            return
-        at_once = trouble in (Trouble.BROKEN, Trouble.HUNG) or (trouble is Trouble.UNREACHED and unheard)
-        if self._nodes.failed(visit, now_s, at_once=at_once):
-            self._metrics.event("node_resting", node=visit.name, why=trouble)
+        elif trouble is Trouble.UNREACHED and lived_s >= attempt.began_s:  # it is slow, or we are
+            self._nodes.unproven(visit, now_s)
+        else:
+            hung = trouble is Trouble.HUNG and lived_s < now_s - self._relay.probe_s  # and not this request alone
+            at_once = hung or trouble in (Trouble.BROKEN, Trouble.UNREACHED)
+            if self._nodes.failed(visit, now_s, at_once=at_once):
+                self._metrics.event("node_resting", node=visit.name, why=trouble)
 
 
 def _first(trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, now_s: float) -> None:

@@ -13,7 +13,8 @@ Invariants:
 - A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
 - A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
   connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
-  So does a connection that did not come in time, where the node has answered others meanwhile: it is slow, or we are.
+  A connection that did not come in time does not count where the node was heard meanwhile, and silence about one
+  request not at once where it just answered another: it is slow, or we are.
 """
 
 import enum
@@ -61,7 +62,7 @@ class Entry:
     num_running: int = 0  # our requests there
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     refused_until_s: float = 0.0
-    lived_s: float = float("-inf")  # when it last proved itself with an answer
+    lived_s: float = float("-inf")  # when it last proved itself, with an answer or a heartbeat
     measured: Rates = field(default_factory=Rates)  # by this router
     num_taken: int = 0  # slots of ours, less those given back, since its last word on its load
 
@@ -140,6 +141,7 @@ class NodeTable:
                 _require_fit(other.beat, beat)
         if known is not None and known.beat.epoch == beat.epoch:
             known.beat, known.until_s, known.num_taken = beat, now_s + beat.lease_s, 0
+            known.lived_s = now_s
             return Came.KNOWN
         breaker = Breaker(failures=_FAILURES, pause_s=self._pause_s, max_pause_s=self._max_pause_s)
         entry = Entry(beat, now_s + beat.lease_s, breaker, now_s)

@@ -289,6 +289,11 @@ class Relay:
         """How long a node may say nothing before it is asked."""
         return self._silence_s
 
+    @property
+    def probe_s(self) -> float:
+        """How long it then has to answer."""
+        return self._probe_s
+
     async def probe(self, hop: Hop) -> str | None:
         """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
         silent = f"said nothing for {self._silence_s:g} s"

@@ -421,6 +421,8 @@ class Router:
 
     def _num_slots(self, trip: Trip) -> int:
         """What a request takes of the slots of whoever will answer it."""
+        if trip.call.num_answers == 1:
+            return 1
         facts = self.nodes.facts(self._sweep())
         return max((one.num_slots(trip.size) for one in facts if one.role is not Role.PREFILL), default=1)
 

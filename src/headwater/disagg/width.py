@@ -5,6 +5,9 @@ so; until then it counts as one.
 """
 
 from collections.abc import Mapping
+from typing import Final
+
+_MOST: Final = 1 << 31  # beyond which it makes no difference, and numbers only get long
 
 
 def num_prompts(body: Mapping[str, object]) -> int:
@@ -18,4 +21,4 @@ def num_prompts(body: Mapping[str, object]) -> int:
 def num_choices(body: Mapping[str, object]) -> int:
     """How many answers each of them is to get."""
     number = body.get("n")
-    return number if type(number) is int and number > 0 else 1
+    return min(number, _MOST) if type(number) is int and number > 0 else 1
