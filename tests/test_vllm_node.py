@@ -558,3 +558,41 @@ def test_bodies_are_read_beside_the_loop_and_passed_on(
             asyncio.run(at(stand, role, use, pool=pool))
     assert len(threads) == (5 if size == 10 else 0), "large ones are another process's"
     assert all(name.startswith("headwater reading") for name in threads)
+
+
+def test_who_wants_many_answers_takes_as_many_places(stand: Stand) -> None:
+    seen: list[int] = []
+
+    async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
+        async def fine(body: dict[str, Any]) -> Response:
+            seen.append(node.num_free)
+            if body["prompt"] == ["a", "b"]:
+                refused = await client.post("/v1/completions", json={"prompt": "c", "n": 2})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_room")
+                assert (await client.post("/v1/completions", json={"prompt": "c"})).status_code == 200
+            return await stand.fine(body)
+
+        # It is asked by a loop of its own.
+        loop = asyncio.get_running_loop()
+
+        async def answer(body: dict[str, Any]) -> Response:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(fine(body), loop))
+
+        stand.answer = answer
+        assert (await client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2})).status_code == 200
+        assert seen == [1, 0]
+        assert node.num_free == 5
+        for body in ({"prompt": ["a"] * 6}, {"prompt": "a", "n": 6}, {"prompt": ["a", "b"], "n": 3}):
+            found = await client.post("/v1/completions", json=body)
+            assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_value")
+
+    with MemoryStore(1 << 20) as pool:
+        asyncio.run(at(stand, Role.MIXED, use, pool=pool, max_requests=5))
+
+
+def test_a_prefill_takes_a_place_for_each_prompt() -> None:
+    body = {"prompt": ["a", "b", "c"], "n": 4}
+    asked = json.dumps({"endpoint": "/v1/completions", "body": body, "ticket": {}}).encode()
+    assert vllm_reading.prefill(asked).num_answers == 3
+    assert vllm_reading.decode(asked).num_answers == 12
+    assert vllm_reading.plain(json.dumps(body).encode()).num_answers == 12

@@ -788,7 +788,9 @@ def vllm_node(
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
     pool_timeout: Annotated[float, typer.Option(help="Seconds until the pool has a prompt that was computed.")] = 30.0,
     lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
-    max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away.")] = 256,
+    max_requests: Annotated[
+        int, typer.Option(help="Requests at a time, each prompt and choice counted; more are sent away.")
+    ] = 256,
     wait: Annotated[float, typer.Option(help="Seconds to wait for vLLM at the start.")] = 600.0,
     max_connections: MaxConnections = 1024,
     allow_host: AllowHost = None,

@@ -137,7 +137,7 @@ _DECLARED: Final = (
     (
         COUNTER,
         "router_attempts_total{phase,outcome}",
-        "Nodes asked for a prefill, a decode or both (mixed), by what came: ok, refused, failed, broken, hung ...",
+        "Nodes asked for a prefill, a decode or both (mixed), by what came: ok, refused, failed, unreached, hung ...",
     ),
     (COUNTER, "router_choices_total{role,how}", "Nodes chosen: estimate (prefix, load, rates) or round_robin"),
     (

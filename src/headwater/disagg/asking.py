@@ -1,7 +1,7 @@
 """Having a node do its part for one request: a prompt computed, or the client answered; and what that says of the node.
 
 Between `router.py`, which decides who is asked and whether again, and `relay.py`, which speaks HTTP. Every attempt
-gives its slot back, whatever ends it, and is told to the node table and the metrics.
+gives its slots back, whatever ends it, and is told to the node table and the metrics.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from headwater.disagg.nodes import NodeTable, Visit
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
 from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
+from headwater.disagg.whole import WholeAnswer
 from headwater.metrics import Metrics
 
 _PREFILL: Final = "/pd/prefill"
@@ -46,7 +47,7 @@ class Asker:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
         with self._visiting(trip, visit, Phase.PREFILL) as attempt:
             async with self._relay.exchange(_hop(trip, visit, _PREFILL, {})) as heard:
-                document = await heard.whole()
+                document = await heard.document()
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
                 raise Unanswered(Trouble.FAILED, f"{visit.name} answered without a ticket")
@@ -79,16 +80,16 @@ class Asker:
                     await self._whole(trip, visit, attempt, heard, client)
 
     async def _whole(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
-        document = await heard.whole(asked_for=True)
-        if not isinstance(document.get("choices"), list):
+        answer = WholeAnswer.read(await heard.body(asked_for=True))
+        if answer is None:
             raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
         now_s = asyncio.get_running_loop().time()
         first_s = heard.seconds(FIRST_SECONDS)
         _first(trip, visit, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
         trip.seconds["total"] = now_s - trip.began_s
-        with_usage(document, trip)
+        content = answer.content(trip)
         trip.begun = trip.done = True
-        await client.whole(document)
+        await client.whole(content)
 
     async def _stream(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
         now_s = asyncio.get_running_loop().time
@@ -98,6 +99,7 @@ class Asker:
                 if "choices" not in said:
                     raise Unanswered(Trouble.FAILED, f"{visit.name} began a stream without an answer")
                 _first(trip, visit, attempt, heard, now_s())
+                self._nodes.lives(visit, now_s())
                 trip.begun = True
                 await client.begin()
             if said.get("usage"):
@@ -123,6 +125,7 @@ class Asker:
         try:
             yield attempt
             attempt.outcome = "ok"
+            self._nodes.lives(visit, now_s())
             self._nodes.went_well(visit)
             while trip.suspects:  # it was they, and not the prompt
                 self._nodes.failed(trip.suspects.pop(), now_s(), at_once=False)
@@ -148,6 +151,9 @@ class Asker:
             self._changed()
 
     def _blame(self, trip: Trip, visit: Visit, trouble: Trouble, now_s: float) -> None:
+        lived_s, began_s = visit.entry.lived_s, trip.attempts[-1].began_s
+        if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.NOT_FINITE, Trouble.FAILED):
+            self._nodes.lives(visit, now_s)  # only a node that has proven itself says so
         if trouble is Trouble.REFUSED:
             self._nodes.refused(visit, now_s)
         elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
@@ -155,8 +161,13 @@ class Asker:
         elif trouble is Trouble.NOT_FINITE:
             self._nodes.unproven(visit, now_s)
             trip.suspects.append(visit)
-        elif self._nodes.failed(visit, now_s, at_once=trouble in (Trouble.BROKEN, Trouble.HUNG)):
-            self._metrics.event("node_resting", node=visit.name, why=trouble)
+        elif trouble is Trouble.UNREACHED and lived_s >= began_s:  # it is slow, or we are
+            self._nodes.unproven(visit, now_s)
+        else:
+            hung = trouble is Trouble.HUNG and lived_s < now_s - self._relay.probe_s  # and not this request alone
+            at_once = hung or trouble in (Trouble.BROKEN, Trouble.UNREACHED)
+            if self._nodes.failed(visit, now_s, at_once=at_once):
+                self._metrics.event("node_resting", node=visit.name, why=trouble)
 
 
 def _first(trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, now_s: float) -> None:

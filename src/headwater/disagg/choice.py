@@ -13,7 +13,8 @@ the index is silent there is no such sum, and nodes come round robin.
 
 Invariants, whatever the facts:
 - Every node of a role that fits is in the order or among those left out, once, with a reason.
-- A node that drains, rests after trouble, or has no room is left out. One that failed this request before comes last.
+- A node that drains, rests after trouble, or has no room for all of a request is left out. One that failed this
+  request before comes last.
 - The order does not depend on the order of the facts.
 - A node that is at least as good in everything does not come behind (equals take turns).
 """
@@ -38,19 +39,28 @@ class NodeFacts:
     name: str
     role: Role
     free_slots: int  # that we believe it has
+    max_answers: int | None = None  # that one request may ask for; None: it counts requests, whatever they ask for
     num_requests: int = 0  # that it has: ours, or what it said if that is more
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     rates: Rates = field(default_factory=Rates)
     draining: bool = False
     resting: bool = False  # it failed, and is left alone for a while
 
+    def num_slots(self, size: "Size") -> int:
+        """What a request takes of its slots."""
+        if self.max_answers is None:
+            return 1
+        return size.num_prompts if self.role is Role.PREFILL else size.num_answers
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a request is, in tokens; estimates will do."""
+    """How large a request is, in tokens; estimates will do. And how wide: what it takes of a node's slots."""
 
     prompt: int
     wanted: int
+    num_prompts: int = 1  # slots of a prefill node
+    num_answers: int = 1  # slots of any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class Candidate:
     role: Role
     reason: str
     seconds: float | None = None  # expected
+    num_slots: int = 1  # that it takes there
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +113,18 @@ def choose_entry(
     promised: int = 0,
     failed: Collection[str] = (),
 ) -> Choice:
-    """Where a request begins: a prefill or a mixed node. `promised`: requests in prefill, which will want a slot each.
+    """Where a request begins: a prefill or a mixed node. `promised`: slots that requests in prefill will want.
 
     `held` None: the index is silent. `turn` grows with every choice. `failed`: who failed this request before.
     """
-    room = sum(one.free_slots for one in nodes if one.role is Role.DECODE and _obstacle(one) is None) - promised
-    blocked = "" if room > 0 else "no decode node has room for what it would hand over"
+    takers = [one for one in nodes if one.role is Role.DECODE and not (one.draining or one.resting)]
+    room = sum(one.free_slots for one in takers) - promised
+    fits = any(one.num_slots(size) <= room and _obstacle(one, size) is None for one in takers)
+    blocked = "" if fits else "no decode node has room for what it would hand over"
     seconds = _Seconds(nodes, size, held)
     return _order(
         [one for one in nodes if one.role is not Role.DECODE],
+        size,
         seconds.entry if held is not None else None,
         blocked=lambda one: blocked if one.role is Role.PREFILL and blocked else None,
         turn=turn,
@@ -126,6 +140,7 @@ def choose_decode(
     first, second = (
         _order(
             [one for one in nodes if one.role is role],
+            size,
             estimate if held is not None else None,
             blocked=lambda one: None,
             turn=turn,
@@ -180,6 +195,7 @@ def _usual(nodes: Collection[NodeFacts], name: str) -> float:
 
 def _order(
     nodes: Sequence[NodeFacts],
+    size: Size,
     seconds: Callable[[NodeFacts], tuple[float, str]] | None,
     *,
     blocked: Callable[[NodeFacts], str | None],
@@ -188,7 +204,7 @@ def _order(
 ) -> Choice:
     usable, left_out = [], []
     for one in sorted(nodes, key=lambda one: one.name):
-        obstacle = _obstacle(one) or blocked(one)
+        obstacle = _obstacle(one, size) or blocked(one)
         if obstacle is None:
             usable.append(one)
         else:
@@ -199,15 +215,20 @@ def _order(
         took, reason = seconds(one) if seconds is not None else (None, "its turn" if not place else "after the others")
         if one.name in failed:
             reason = f"failed this request before; {reason}"
-        candidates.append(Candidate(one.name, one.role, reason, took))
+        candidates.append(Candidate(one.name, one.role, reason, took, one.num_slots(size)))
     candidates.sort(key=lambda one: (one.node in failed, one.seconds or 0.0))  # stable: equals take turns
     return Choice(How.ESTIMATE if seconds is not None else How.ROUND_ROBIN, tuple(candidates), tuple(left_out))
 
 
-def _obstacle(one: NodeFacts) -> str | None:
-    """Why a node takes nothing now."""
+def _obstacle(one: NodeFacts, size: Size) -> str | None:
+    """Why a node does not take such a request now."""
     if one.draining:
         return "drains"
     if one.resting:
         return "failed, and is left alone for a while"
-    return None if one.free_slots > 0 else "has no room"
+    wanted = one.num_slots(size)
+    if one.max_answers is not None and wanted > one.max_answers:
+        return f"gives at most {one.max_answers} answers at once"
+    if one.free_slots >= wanted:
+        return None
+    return f"has room for {one.free_slots} of {wanted} answers" if one.free_slots else "has no room"

@@ -1,7 +1,8 @@
 """The node table: who is there, for how long that is believed, how busy each is, and who is left alone for a while.
 
 Pure: told the time, knows no socket. A node is there while its lease runs; it joins, stays and is found again by
-heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. What it said of its load is carried
+heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. An answer of its own is a word too: a
+node that has so much to do that its heartbeats are late is not taken for dead. What it said of its load is carried
 forward with what this router has sent there since.
 
 Invariants:
@@ -12,6 +13,8 @@ Invariants:
 - A node that drains, by its own word or by ours, is given nothing new; what it has, it finishes.
 - A node that failed is given nothing for a while, then one request as a probe (`core/breaker.py`). Silence and broken
   connections count at once, a bad answer only when several follow one another: it may have been the request's fault.
+  A connection that did not come in time does not count where the node was heard meanwhile, and silence about one
+  request not at once where it just answered another: it is slow, or we are.
 """
 
 import enum
@@ -59,6 +62,7 @@ class Entry:
     num_running: int = 0  # our requests there
     pending_tokens: int = 0  # of our prompts that it has yet to compute
     refused_until_s: float = 0.0
+    lived_s: float = float("-inf")  # when it last proved itself, with an answer or a heartbeat
     measured: Rates = field(default_factory=Rates)  # by this router
     num_taken: int = 0  # slots of ours, less those given back, since its last word on its load
 
@@ -75,6 +79,7 @@ class Entry:
             name=self.beat.node,
             role=self.beat.role,
             free_slots=free,
+            max_answers=self.beat.max_answers,
             num_requests=max(self.num_running, self.beat.load.running + self.beat.load.waiting),
             pending_tokens=self.pending_tokens,
             rates=Rates(**{one: getattr(said, one) or getattr(seen, one) for one in Rates.__slots__}),
@@ -86,11 +91,12 @@ class Entry:
 class Visit:
     """One request at one node. Must be ended once, in any case."""
 
-    def __init__(self, entry: Entry, tokens: int) -> None:
+    def __init__(self, entry: Entry, tokens: int, num_slots: int) -> None:
         self.entry = entry
         self._tokens = tokens
+        self._num_slots = num_slots
         entry.num_running += 1
-        entry.num_taken += 1
+        entry.num_taken += num_slots
         entry.pending_tokens += tokens
 
     @property
@@ -104,10 +110,10 @@ class Visit:
         self._tokens = 0
 
     def end(self) -> None:
-        """Give the slot back."""
+        """Give its slots back."""
         self.computed()
         self.entry.num_running -= 1
-        self.entry.num_taken -= 1
+        self.entry.num_taken -= self._num_slots
 
 
 class NodeTable:
@@ -135,6 +141,7 @@ class NodeTable:
                 _require_fit(other.beat, beat)
         if known is not None and known.beat.epoch == beat.epoch:
             known.beat, known.until_s, known.num_taken = beat, now_s + beat.lease_s, 0
+            known.lived_s = now_s
             return Came.KNOWN
         breaker = Breaker(failures=_FAILURES, pause_s=self._pause_s, max_pause_s=self._max_pause_s)
         entry = Entry(beat, now_s + beat.lease_s, breaker, now_s)
@@ -189,14 +196,19 @@ class NodeTable:
             self._drained.pop(name, None)
         return entry
 
-    def visit(self, name: str, *, tokens: int, now_s: float) -> Visit | None:
+    def visit(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> Visit | None:
         """Send a request there; None if it went, or somebody else is probing it."""
         entry = self._entries.get(name)
         if entry is None or not entry.breaker.allows(now_s):
             return None
-        return Visit(entry, tokens)
+        return Visit(entry, tokens, num_slots)
 
     # --- what became of a visit ---------------------------------------------------------------------------------------
+
+    def lives(self, visit: Visit, now_s: float) -> None:
+        """It has proven itself with an answer, whatever that was: as good as a heartbeat, which may be late."""
+        visit.entry.until_s = max(visit.entry.until_s, now_s + visit.entry.beat.lease_s)
+        visit.entry.lived_s = now_s
 
     def went_well(self, visit: Visit) -> None:
         """It answered."""

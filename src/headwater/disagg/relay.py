@@ -61,6 +61,7 @@ class Trouble(enum.StrEnum):
     NOT_FINITE = "not_finite"  # the model computed NaN: by this prompt, or on that node, which another will tell
     FAILED = "failed"  # the node said so, or said nonsense
     BROKEN = "broken"  # no connection, or it broke
+    UNREACHED = "unreached"  # no connection in time: it may be gone, or have too much to do, or we have
     HUNG = "hung"  # not a word, not even about itself
 
 
@@ -107,8 +108,15 @@ class Heard:
             return value if 0 <= value < 1e6 else None
         return None
 
-    async def whole(self, *, asked_for: bool = False) -> dict[str, Any]:
-        """The answer, a JSON object. Raises Unanswered.
+    async def document(self) -> dict[str, Any]:
+        """The answer, a JSON object. Raises Unanswered."""
+        found = _object(await self.body())
+        if found is None:
+            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
+        return found
+
+    async def body(self, *, asked_for: bool = False) -> bytes:
+        """The bytes of the answer, all of them. Raises Unanswered.
 
         `asked_for`: its size is the client's choice. One that is too large is then no fault of the node.
         """
@@ -121,10 +129,7 @@ class Heard:
                     if asked_for
                     else Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
                 )
-        found = _object(bytes(body))
-        if found is None:
-            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
-        return found
+        return bytes(body)
 
     async def events(self) -> AsyncIterator[tuple[bytes, dict[str, Any]]]:
         """The events of a stream, each whole: its bytes, and what it says; `[DONE]` says {}. Raises Unanswered.
@@ -221,6 +226,8 @@ class Relay:
             raise Unanswered(Trouble.HUNG, f"{hop.node} {watch.why}") from None
         except NotProven as error:
             raise _untrusted(hop.node, error) from error
+        except httpx2.ConnectTimeout as error:
+            raise _no_connection(hop.node, self._connect_s) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
 
@@ -272,6 +279,8 @@ class Relay:
             await peer.prove(connect_s=self._connect_s)
         except NotProven as error:
             raise _untrusted(node, error) from error
+        except TimeoutError as error:
+            raise _no_connection(node, self._connect_s) from error
         except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
             raise Unanswered(Trouble.BROKEN, f"the connection to {node} failed: {_words(error)}") from error
 
@@ -281,6 +290,11 @@ class Relay:
     def silence_s(self) -> float:
         """How long a node may say nothing before it is asked."""
         return self._silence_s
+
+    @property
+    def probe_s(self) -> float:
+        """How long it then has to answer."""
+        return self._probe_s
 
     async def probe(self, hop: Hop) -> str | None:
         """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
@@ -375,6 +389,10 @@ def _untrusted(node: str, error: NotProven) -> Unanswered:
     if error.status in _NO_ROOM:
         return Unanswered(Trouble.REFUSED, f"{node}: status {error.status}", status=503)
     return Unanswered(Trouble.BROKEN, f"{node} is not trusted: {error}")
+
+
+def _no_connection(node: str, connect_s: float) -> Unanswered:
+    return Unanswered(Trouble.UNREACHED, f"there was no connection to {node} within {connect_s:g} s")
 
 
 async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """The router: one OpenAI address in front of prefill, decode and mixed nodes. It decides who is asked, and how often.
 
 What happens to one request: a look into the residency index, bounded (`lookup.py`); a place in line until some node has
-room (`gate.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and perhaps again. Not here:
-HTTP towards clients (`serve/router_app.py`), who is there (`nodes.py`).
+room for all its answers (`gate.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and
+perhaps again. Not here: HTTP towards clients (`serve/router_app.py`), who is there (`nodes.py`).
 
 Invariants:
 - Every request ends by its deadline: with an answer, or with an error that says why.
@@ -10,7 +10,7 @@ Invariants:
   needs, an answer in one piece is sent when it is whole. Until then another node may be tried; afterwards never. So a
   client's tokens are one node's, and no token precedes a 502.
 - Trying again is bounded: `max_attempts` failures, `max_refusals` refusals, `max_prefills` prefills, the deadline.
-- Whatever ends a request, its exchange is closed and its slot given back.
+- Whatever ends a request, its exchange is closed and its slots given back.
 
 # The protocol
 
@@ -70,8 +70,9 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
     {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
      "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,
      "epoch": int that grows with each start,  "max_model_len": int,  "draining": bool,  "clock_s": wall clock,
-     "max_answers": int, that a request may ask for in all,
-     "load": {"running", "waiting", "free_slots": requests that it would take now; at 0 it would refuse},
+     "max_answers": int, that a request may ask for in all. Who says it counts slots by answers (a prefill node: by
+                    prompts), who does not by requests,
+     "load": {"running", "waiting", "free_slots": that it would give now; at 0 it would refuse},
      "rates": {"prefill_tokens_per_s", "decode_tokens_per_s", "pool_tokens_per_s"}}      all from "epoch" on may lack
 
     200  {"node", "came": "new" | "known" | "left", "draining": whether it will be given anything new}
@@ -134,7 +135,7 @@ class Router:
         self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
         self._entrance, self._handover = Gate(), Gate()
         self._trips: set[Trip] = set()
-        self._num_promised = 0
+        self._num_promised = 0  # slots of decode nodes
         self._turns = {False: 0, True: 0}  # of entries, and of those with a ticket
         self._decisions: deque[dict[str, Any]] = deque(maxlen=config.num_decisions)
         self._greetings: set[asyncio.Task[None]] = set()
@@ -299,7 +300,7 @@ class Router:
 
     def _end(self, trip: Trip, outcome: Outcome, now_s: float) -> None:
         self._trips.discard(trip)
-        self._promise(trip, promised=False)
+        self._promise(trip, 0)
         trip.seconds["total"] = now_s - trip.began_s
         trip.outcome = outcome
         self.metrics.count("router_requests_total", outcome=outcome)
@@ -368,7 +369,8 @@ class Router:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         left_out: dict[str, str] = {}
-        self._promise(trip, promised=with_ticket)
+        num_slots = self._num_slots(trip)
+        self._promise(trip, num_slots if with_ticket else 0)
 
         def take() -> _Taken | None:
             if loop.time() >= trip.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
@@ -382,7 +384,7 @@ class Router:
 
         gate = self._handover if with_ticket else self._entrance
         until_s = began_s + self.config.queue_timeout_s - trip.waited_s  # in all: who is refused comes again and again
-        taken = await gate.wait(take, until_s=until_s, in_front=bool(trip.attempts))
+        taken = await gate.wait(take, until_s=until_s, num_slots=num_slots, in_front=bool(trip.attempts))
         trip.waited_s += loop.time() - began_s
         trip.add("queue", loop.time() - began_s)
         if taken is not None:
@@ -411,18 +413,25 @@ class Router:
         for one in choice.candidates:
             held = 0 if trip.held is None else trip.held.at(one.node)
             tokens = 0 if one.role is Role.DECODE else max(0, trip.size.prompt - held)
-            visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s)
+            visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
             if visit is not None:
-                self._promise(trip, promised=one.role is Role.PREFILL)
+                self._promise(trip, self._num_slots(trip) if one.role is Role.PREFILL else 0)
                 trip.decided(choice, one)
                 self.metrics.count("router_choices_total", role=one.role, how=choice.how)
                 return one, visit
         return None
 
-    def _promise(self, trip: Trip, *, promised: bool) -> None:
-        """While a request is in prefill, or waits with a ticket, a slot of some decode node is as good as taken."""
-        self._num_promised += promised - trip.promised
-        trip.promised = promised
+    def _num_slots(self, trip: Trip) -> int:
+        """What a request takes of the slots of whoever will answer it."""
+        if trip.call.num_answers == 1:
+            return 1
+        facts = self.nodes.facts(self._sweep())
+        return max((one.num_slots(trip.size) for one in facts if one.role is not Role.PREFILL), default=1)
+
+    def _promise(self, trip: Trip, num_slots: int) -> None:
+        """While a request is in prefill, or waits with a ticket, slots of some decode node are as good as taken."""
+        self._num_promised += num_slots - trip.num_promised
+        trip.num_promised = num_slots
 
 
 def _failed(trip: Trip) -> NoAnswer:

@@ -13,6 +13,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.disagg.choice import Candidate, Choice, Held, Size
 from headwater.disagg.nodes import Visit
 from headwater.disagg.relay import Unanswered
+from headwater.disagg.width import num_choices
 
 _NUM_SHOWN: Final = 16  # decisions of one trip
 _WANTED: Final = 128  # tokens, where the client does not say
@@ -62,6 +63,7 @@ class Call:
     content: bytes  # the body as JSON
     request_id: str
     until_s: float  # on the event loop's clock
+    num_prompts: int = 1  # as far as that can be seen here
 
     @property
     def stream(self) -> bool:
@@ -71,10 +73,7 @@ class Call:
     @property
     def num_answers(self) -> int:
         """How many are asked for, as far as that can be seen here: nodes know it for certain."""
-        number, prompts = self.body.get("n"), self.body.get("prompt")
-        several = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
-        per_prompt = number if isinstance(number, int) and number > 0 else 1
-        return per_prompt * (len(prompts) if isinstance(prompts, list) and several else 1)
+        return num_choices(self.body) * self.num_prompts
 
     def size(self, held: Held | None) -> Size:
         """How large it is, roughly."""
@@ -86,14 +85,14 @@ class Call:
             counted = held.num_tokens
         asked = [self.body.get(name) for name in ("max_completion_tokens", "max_tokens")]
         wanted = next((one for one in asked if isinstance(one, int) and 0 < one < 1 << 31), _WANTED)
-        return Size(counted, wanted)
+        return Size(counted, wanted, self.num_prompts, self.num_answers)
 
 
 class Client(Protocol):
     """Who waits for the answer. Nothing is sent twice, and nothing before it is certain."""
 
-    async def whole(self, document: Mapping[str, Any]) -> None:
-        """The answer, in one."""
+    async def whole(self, content: bytes) -> None:
+        """The answer, in one: a JSON object."""
 
     async def begin(self) -> None:
         """Events follow."""
@@ -137,7 +136,7 @@ class Trip:
     outcome: Outcome | None = None
     begun: bool = False  # something has reached the client
     done: bool = False  # everything has
-    promised: bool = False  # it is in prefill, and will want a slot of a decode node
+    num_promised: int = 0  # slots of a decode node that it will want: it is in prefill
     attempts: list[Attempt] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # nodes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from headwater.disagg.lookup import Asking
+from headwater.disagg.width import num_prompts
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import errors
 from headwater.serve.asked import MAX_SALT_CHARACTERS, Asked, Prompt, is_token
@@ -24,7 +25,8 @@ APIS: Final[Mapping[str, Api]] = {api.endpoint: api for api in (Completions(), C
 
 _MOST_LOOKED_UP: Final = 1 << 18  # tokens whose place a router asks for. Who sends more has to wait for a node anyway
 _LONGEST_ROUTED: Final = 256  # characters of a field that a router looks at
-_ROUTED: Final = ("model", "stream", "max_tokens", "max_completion_tokens")  # what a router looks at, besides prompts
+# What a router looks at, besides prompts.
+_ROUTED: Final = ("model", "stream", "n", "max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +127,17 @@ class Routable:
 
     body: Mapping[str, object]
     content: bytes
+    num_prompts: int = 1  # as far as that can be seen: nodes know it for certain
 
 
 def routable(body: bytes) -> Routable:
     """A client's body, whole."""
     found = parse(body)
     try:
-        return Routable(found, json.dumps(found, allow_nan=False, separators=(",", ":")).encode())
+        content = json.dumps(found, allow_nan=False, separators=(",", ":")).encode()
     except (ValueError, RecursionError) as error:
         raise errors.invalid(None, "a number in the body is too large", code="invalid_json") from error
+    return Routable(found, content, num_prompts(found))
 
 
 def large_routable(body: bytes) -> Routable:
@@ -144,7 +148,7 @@ def large_routable(body: bytes) -> Routable:
     short = salt is None or (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS)
     if short and isinstance(prompt, list) and len(prompt) <= _MOST_LOOKED_UP and all(map(is_token, prompt)):
         brief.asking = Asking(prompt, salt.encode(errors="replace") if isinstance(salt, str) else b"")
-    return Routable(brief, whole.content)
+    return Routable(brief, whole.content, whole.num_prompts)
 
 
 def _is_brief(value: object) -> bool:

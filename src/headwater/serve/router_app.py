@@ -63,10 +63,10 @@ class Responder:
         self._receive = receive
         self._send = send
 
-    async def whole(self, document: Mapping[str, Any]) -> None:
-        """The answer, in one."""
+    async def whole(self, content: bytes) -> None:
+        """The answer, in one: a JSON object."""
         self.begun = self.over = True
-        await JSONResponse(document)(self._scope, self._receive, self._send)
+        await Response(content, media_type="application/json")(self._scope, self._receive, self._send)
 
     async def begin(self) -> None:
         """Events follow."""
@@ -131,6 +131,7 @@ class Routed:
             content=read.content,
             request_id=request_id(http.scope),
             until_s=ends_s,
+            num_prompts=read.num_prompts,
         )
 
 

@@ -72,7 +72,7 @@ class NodeOptions:
     role: Role
     node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
     vllm_key: str | None = field(default=None, repr=False)  # what we show vLLM
-    max_requests: int = 256
+    max_requests: int = 256  # at a time; one with several prompts or choices counts as so many
     request_timeout_s: float = 600.0
     pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
 
@@ -137,11 +137,17 @@ class VllmNode:
         self._looks = PoolLooks(pool)
         self._used = UsedTickets()
         self._attempts: set[str] = set()
+        self._num_inside = 0  # places that are taken: answers
 
     @property
     def num_requests(self) -> int:
         """Requests under way."""
         return len(self._attempts)
+
+    @property
+    def num_free(self) -> int:
+        """Answers that would be taken on now."""
+        return self.options.max_requests - self._num_inside
 
     def app(self) -> Starlette:
         """What routers, and people, ask."""
@@ -293,26 +299,31 @@ class VllmNode:
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
-    def require_room(self) -> None:
-        """Raise ApiError if there is no room, or no vLLM."""
+    def require_room(self, num_answers: int = 1) -> None:
+        """Raise ApiError if there is no room for so many, or no vLLM."""
         if self.stopping:
             raise errors.closing()
-        if self.lost or len(self._attempts) >= self.options.max_requests:
+        most = self.options.max_requests
+        if num_answers > most:
+            raise errors.invalid(None, f"{num_answers} answers are more than the {most} that this node takes at once")
+        if self.lost or num_answers > self.num_free:
             raise errors.no_room()
 
     @asynccontextmanager
-    async def inside(self, http: Request) -> AsyncIterator[float]:
+    async def inside(self, http: Request, num_answers: int) -> AsyncIterator[float]:
         """Come in with a request; seconds that it has. Raises ApiError if there is no room, or no vLLM."""
-        self.require_room()
+        self.require_room(num_answers)
         attempt = http.headers.get(ATTEMPT) or request_id(http.scope)
         if attempt in self._attempts:
             raise ApiError(409, f"the attempt {errors.shown(attempt)} is under way already", code="duplicate_attempt")
         left_s = until_s(http) - asyncio.get_running_loop().time()
         self._attempts.add(attempt)
+        self._num_inside += num_answers
         try:
             yield left_s
         finally:
             self._attempts.discard(attempt)
+            self._num_inside -= num_answers
 
     async def watch(self) -> None:
         """See whether vLLM is well, for ever. One that was away is asked again who it is."""
@@ -350,7 +361,7 @@ class _Exchange:
         async with node.bodies.body_of(http, _BODY_BYTES) as data:  # held for as long as vLLM may want it
             work = await node.readers.read(self._what, data, num_bytes=len(data), until_s=until_s(http))
             del data
-            async with node.inside(http) as left_s:
+            async with node.inside(http, work.num_answers) as left_s:
                 await self._exchange(Asked(http, work, sending, left_s), receive)
 
     async def _exchange(self, asked: Asked, receive: Receive) -> None:

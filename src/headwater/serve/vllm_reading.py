@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from headwater.disagg.told_pages import TELL
 from headwater.disagg.vllm_ticket import body_digest
+from headwater.disagg.width import num_choices, num_prompts
 from headwater.serve import errors
 from headwater.serve.body import Fields, parse
 
@@ -25,6 +26,7 @@ class Work:
 
     path: str  # empty: the one that was asked
     content: bytes  # JSON
+    num_answers: int  # that it is to give, to all prompts together
     digest: str = ""  # of the client's body (`body_digest`)
     ticket: object = None
 
@@ -34,20 +36,19 @@ def prefill(data: bytes) -> Work:
     path, body = _envelope(Fields(parse(data)))
     one = {name: value for name, value in body.items() if name not in _NOT_FOR_ONE}
     one |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": TELL}
-    return Work(path, _dumped(one), body_digest(body))
+    return Work(path, _dumped(one), num_prompts(body), body_digest(body))
 
 
 def decode(data: bytes) -> Work:
     """A router's envelope: the client's body as it is, and the ticket."""
     fields = Fields(parse(data))
     path, body = _envelope(fields)
-    return Work(path, _dumped(body), body_digest(body), fields.get("ticket"))
+    return Work(path, _dumped(body), _num_answers(body), body_digest(body), fields.get("ticket"))
 
 
 def plain(data: bytes) -> Work:
     """A client's body, which is an object."""
-    parse(data)
-    return Work("", data)
+    return Work("", data, _num_answers(parse(data)))
 
 
 READS: Final[Mapping[str, Callable[[bytes], Work]]] = {
@@ -65,6 +66,10 @@ def _envelope(fields: Fields) -> tuple[str, dict[str, Any]]:
     if not isinstance(body, dict):
         raise errors.invalid("body", "body must be the client's, an object")
     return endpoint, body
+
+
+def _num_answers(body: Mapping[str, object]) -> int:
+    return num_prompts(body) * num_choices(body)
 
 
 def _dumped(body: Mapping[str, Any]) -> bytes:

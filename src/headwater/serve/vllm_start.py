@@ -170,7 +170,7 @@ class VllmServer(uvicorn.Server):
         node = self._node
         if node is None:
             raise InvalidConfig("the node has not begun")
-        facts, free = node.facts, max(0, self._options.max_requests - node.num_requests)
+        facts, free = node.facts, node.num_free
         return Beat(
             node=self._name,
             url=self._url,
@@ -182,6 +182,7 @@ class VllmServer(uvicorn.Server):
             lease_s=lease_s,
             epoch=_STARTED_MS,
             max_model_len=facts.max_model_len,
+            max_answers=self._options.max_requests,
             draining=node.stopping or node.lost,
             clock_s=time.time(),
             load=Load(running=node.num_requests, waiting=0, free_slots=free),
