@@ -316,8 +316,9 @@ def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rest
         assert asked is not None
         assert other is not None
         router.nodes.lives(other, heard_s)
-        attempt = Attempt(phase=Phase.MIXED, node="n", began_s=10.0)
-        router._asker._blame(asked, attempt, trouble, 20.0)
+        way = trip()
+        way.attempts.append(Attempt(phase=Phase.MIXED, node="n", began_s=10.0))
+        router._asker._blame(way, asked, trouble, 20.0)
         assert asked.entry.facts(20.0).resting is rests
         await router.aclose()
 
