@@ -151,8 +151,11 @@ def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "DROPPED_S", 0.2)  # else one bad first block makes all turns miss, on a slow machine
+def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> None:
+    """Prompts come in two turns each, and then others: a first block that fails once is not asked for in ten seconds.
+
+    With the same three beginnings in all turns, three such faults before the first hit were the end of all hits.
+    """
     faults = Faults(
         get_fails=0.03, get_misses=0.03, flips_byte=0.05, cuts_tail=0.03, contains_lies=0.02, put_fails=0.02
     )
@@ -160,10 +163,11 @@ def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int, mon
     with engine_of(disk, num_blocks=40, faults=faults, seed=seed, load=mode) as engine:
         hits = 0.0
         for turn in range(20):
-            engine.add(*(FakeRequest(f"{turn}.{at}", one, 6) for at, one in enumerate(prompts(seed, 10))))
+            asked = prompts(100 * seed + turn // 2, 10)
+            engine.add(*(FakeRequest(f"{turn}.{at}", one, 6) for at, one in enumerate(asked)))
             run(engine, chance=chance)
             hits = engine.scheduler.cache.metrics.value("hit_tokens_total")
-            if turn >= 2 and hits > 0:  # on a busy machine stores may answer too late for three turns
+            if turn >= 3 and hits > 0 and engine.num_failed and engine.num_preempted:
                 break
         assert hits > 0, "nothing was tested"
         assert engine.num_preempted > 0
