@@ -4,7 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from headwater.core.events import Cancel, Copied, Event, Instruction, Job, JobDone, JobFailed, Load, Look, Promote, Save
+from headwater.core.events import (
+    Cancel,
+    Copied,
+    Event,
+    Instruction,
+    Job,
+    JobDone,
+    JobFailed,
+    Load,
+    Look,
+    Promote,
+    Save,
+    Stuck,
+)
 from headwater.core.keys import BlockKey
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -78,7 +91,7 @@ class Jobs:
             *before, last = self.ear.of(job)
             assert isinstance(last, JobDone | JobFailed), "something was said of a job after its end"
             assert len(before) <= 1
-            assert all(isinstance(event, Copied) for event in before)
+            assert all(isinstance(event, Copied | Stuck) for event in before)
         times = [event.now_s for event in self.ear.events]
         assert times == sorted(times)
 

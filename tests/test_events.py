@@ -14,7 +14,7 @@ from headwater.core.keys import BlockKey
 
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
-    *(ev.Copied, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
+    *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
     *(ev.Look, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
     *(ev.Came, ev.Went, ev.Lost),
 ]

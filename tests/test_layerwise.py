@@ -169,6 +169,10 @@ class Rig:
     def block(self, slot: int) -> bytes:
         return torch.cat([row[slot] for row in self.planes.rows]).numpy().tobytes()
 
+    def block_count(self, state: SlotState) -> int:
+        with self.cache.still() as brain:
+            return brain.slots.counts()[state]
+
     def hold_plane(self, plane: int) -> Hold:
         """Have the loads wait at the first piece of a plane."""
         held = Hold()
@@ -422,6 +426,49 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
 
 def _raise(piece: Piece, found: Digests | None) -> Digests | None:
     raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("plane", ["first", "last"])
+def test_a_copy_that_hangs_costs_its_deadline_and_its_slots(
+    model: Model, shm: Path, prompt: list[int], plane: str
+) -> None:
+    """Before the step has begun or in the middle of it: the request is computed, in slots that no copy writes to."""
+    cold = run_cold(model, shm, prompt)
+    with rig(model, shm, load_timeout_s=0.5) as (here, _):
+        held = here.hold_plane(0 if plane == "first" else last_plane(model))
+        try:
+            run = here.begin(prompt)
+            assert held.arrived.wait(WAIT_S)
+            here.end(run)  # and the copy still hangs
+            assert_same(run, cold, 0)
+            assert run.usage is not None
+            assert run.usage.preemptions == 1
+            assert_same(here.ask(prompt), cold, NUM_BLOCKS)  # from the device
+            with here.cache.still() as brain:
+                brain.validate()
+            assert here.block_count(SlotState.QUARANTINED) == NUM_BLOCKS
+        finally:
+            held.go_on.set()
+        assert here.cache.drain(WAIT_S)
+        assert here.block_count(SlotState.QUARANTINED) == 0
+        assert_same(here.ask(prompt), cold, NUM_BLOCKS)  # what came late spoiled nothing
+
+
+def test_who_queues_behind_a_copy_that_hangs_goes_on(model: Model, shm: Path, prompt: list[int]) -> None:
+    """All places of the wire are taken: what was not launched is given up, and gives its slots back."""
+    other = make_prompt(model, NUM_BLOCKS * BLOCK + TAIL, seed=7)
+    colds = [run_cold(model, shm, one) for one in (prompt, other)]
+    with rig(model, shm, load_timeout_s=0.5) as (here, _):
+        held = here.hold_plane(0)
+        try:
+            runs = [here.begin(prompt), here.begin(other)]
+            for run, cold in zip(runs, colds, strict=True):
+                assert_same(here.end(run), cold, 0)
+            wait_until(lambda: here.block_count(SlotState.QUARANTINED) == NUM_BLOCKS)
+        finally:
+            held.go_on.set()
+        assert here.cache.drain(WAIT_S)
+        assert here.block_count(SlotState.QUARANTINED) == 0
 
 
 def test_a_load_that_fails_at_its_very_end_throws_the_step_away(

@@ -30,6 +30,7 @@ from headwater.core.events import (
     Save,
     StoreOff,
     StoreOn,
+    Stuck,
 )
 from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
@@ -405,7 +406,8 @@ def test_a_rank_that_copies_past_the_deadline_holds_the_event_back(make: Callabl
         staging.on_scatter = gate
         job = group.load([5, 6, 7], within_s=0.05)
         gate.wait_for_arrival()
-        time.sleep(0.3)  # the deadline and the slack are long over
+        wait_until(lambda: [type(event) for event in group.ear.of(job)] == [Stuck])  # the deadline is over
+        assert not group.ranks.wait_layer(job, 0, PATIENCE_S)
         assert not group.ear.ends(job), "slots were given free while a rank was writing to them"
         gate.open()
         assert group.ear.failure(job) is Failure.LATE
@@ -509,6 +511,7 @@ def test_a_silent_rank_counts_zero_by_the_deadline_but_its_slots_are_not_free() 
     wait_until(lambda: group.ranks.reports()[1].state is RankState.SILENT)
     assert sorted(second.cancels()) == [look, load]  # it was cancelled first
     assert not group.ear.ends(load)
+    wait_until(lambda: [type(event) for event in group.ear.of(load)] == [Stuck])  # nobody waits for it
     assert not group.ranks.drain(0.01)
     refused = group.ear.end(group.save([5, 6]))  # and nothing begins meanwhile
     assert isinstance(refused, JobFailed)

@@ -50,6 +50,9 @@ class Room:
         request.num_computed = min(self.cached.get(request, 0), len(request.tokens) - 1)
         return True
 
+    def stuck(self, request: Request) -> bool:
+        return False
+
     def coming(self, request: Request) -> bool:
         if request not in self.first_layer:
             return False

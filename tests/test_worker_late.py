@@ -11,6 +11,7 @@ from headwater.core.events import (
     Copied,
     Failure,
     JobFailed,
+    Stuck,
 )
 from headwater.testing.clock import FakeClock
 from worker_kit import (
@@ -234,17 +235,54 @@ def test_cancelled_during_the_scatter_it_ends_after_it_and_writes_no_more(make: 
 
 def test_late_during_the_scatter_it_ends_after_it_with_its_hits(make: Callable[..., Rig]) -> None:
     clock = FakeClock()
-    rig = make(clock=clock, slice_pages=4)
+    rig = make(clock=clock, slice_pages=4, grace_s=2)
     rig.saved(range(8))
     rig.scatter.shut()
     job = rig.load(range(100, 108), within_s=5)
     rig.scatter.wait_for_arrival()
     rig.pass_time(6)
     rig.ear.results(rig.look(1))
-    assert not rig.ear.ends(job)
+    assert not rig.ear.of(job)
     rig.scatter.open()
     assert rig.ear.results(job) == ["hit"] * 4 + ["late"] * 4
     assert rig.untouched(range(104, 108))
+
+
+def test_a_scatter_that_hangs_is_told_at_once_and_ends_when_it_is_over(make: Callable[..., Rig]) -> None:
+    """Nobody waits for it; its slots are not free before; the store's other jobs have a thread in its place."""
+    clock = FakeClock()
+    rig = make(clock=clock, slice_pages=4, threads_per_store=1, max_extra_threads=1)
+    rig.saved(range(8))
+    rig.scatter.shut()
+    job = rig.load(range(100, 108), within_s=5)
+    rig.scatter.wait_for_arrival()
+    rig.pass_time(6)
+    wait_until(lambda: rig.ear.of(job) != [])
+    assert [type(event) for event in rig.ear.of(job)] == [Stuck]
+    assert not rig.worker.wait_layer(job, 0, PATIENCE_S), "who waits for its layers waits for ever"
+    rig.ear.results(rig.look(1))
+    rig.pass_time(100)
+    rig.ear.results(rig.look(1))
+    assert [type(event) for event in rig.ear.of(job)] == [Stuck], "told twice, or ended while it copies"
+    assert rig.worker.num_held_pages == 4
+    rig.scatter.open()
+    assert rig.ear.failure(job) is Failure.LATE
+    wait_until(lambda: rig.worker.num_held_pages == 0)
+    assert rig.untouched(range(104, 108))
+    assert rig.metrics.value("events_total", kind="copy_stuck") == 1
+
+
+def test_a_gather_that_hangs_holds_up_nobody_else(make: Callable[..., Rig]) -> None:
+    clock = FakeClock()
+    rig = make(clock=clock, slice_pages=4, threads_per_store=1, max_extra_threads=1)
+    rig.gather.shut()
+    job = rig.save(range(4), within_s=5)
+    rig.gather.wait_for_arrival()
+    rig.pass_time(6)
+    assert rig.ear.results(rig.look(1)) == ["absent"]
+    assert not rig.ear.of(job), "a save whose slots are being read has not ended, and nobody waits for it"
+    rig.gather.open()
+    assert rig.ear.failure(job) is Failure.LATE
 
 
 def test_cancelled_just_before_the_gather(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:

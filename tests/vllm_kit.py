@@ -9,6 +9,7 @@ import hashlib
 import pickle
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -66,6 +67,7 @@ class Group:
     def __init__(self, sides: list[WorkerSide]) -> None:
         self.sides = sides
         self._said: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._failed: set[str] = set()
 
     def begin(self, orders: Orders) -> None:
         for side in self.sides:
@@ -90,6 +92,13 @@ class Group:
                 del said[name]
         return over[0], over[1]
 
+    def take_failed(self, received: set[str]) -> set[str]:
+        """Who must begin anew, of those that have received all they will."""
+        self._failed = self._failed.union(*(side.take_failed() for side in self.sides))
+        over = self._failed & received
+        self._failed -= over
+        return over
+
     def take_bad(self) -> set[int]:
         return set().union(*(side.take_bad() for side in self.sides))
 
@@ -109,6 +118,9 @@ class FakeEngine:
         self.planes = planes
         self.free = list(range(len(planes[0])))
         self.freed: list[int] = []  # since the last step began
+        self.pinned: set[int] = set()  # blocks that are not given to anybody
+        self.ownerless: set[int] = set()  # those of them that nobody has
+        scheduler.pins = self
         self.sync = sync
         self.chunk = chunk
         self.requests: list[FakeRequest] = []
@@ -157,6 +169,11 @@ class FakeEngine:
             self.worker.load()
         self.worker.save()
         sent, received = self.worker.finished()
+        for name in self.worker.take_failed(received):
+            for one in self.requests:
+                if one.request_id == name and one.status == "loading":
+                    one.num_computed_tokens = 0
+                    self.num_failed += 1
         self._update(scheduled, bad_now | self.worker.take_bad(), sent, received, self.worker.report())
 
     def _admit(self, one: FakeRequest) -> None:
@@ -261,6 +278,24 @@ class FakeEngine:
         return True
 
     def _give_back(self, one: FakeRequest) -> None:
-        self.freed += one.blocks
-        self.free += one.blocks
+        self.ownerless |= self.pinned.intersection(one.blocks)
+        self._free([block for block in one.blocks if block not in self.pinned])
         one.blocks = []
+
+    def _free(self, blocks: list[int]) -> None:
+        self.freed += blocks
+        self.free += blocks
+
+    # --- what the connector keeps from use ----------------------------------------------------------------------------
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        assert self.pinned.isdisjoint(blocks), "held twice"
+        assert set(self.free).isdisjoint(blocks), "too late: another may have them"
+        self.pinned.update(blocks)
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        assert self.pinned.issuperset(blocks), "not held"
+        self.pinned.difference_update(blocks)
+        over = self.ownerless.intersection(blocks)
+        self.ownerless -= over
+        self._free(sorted(over))

@@ -20,6 +20,7 @@ from headwater.core.events import (
     Look,
     Promote,
     Save,
+    Stuck,
 )
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
@@ -283,7 +284,7 @@ class Rig:
         for job in self.jobs:
             *before, last = self.ear.of(job)
             assert isinstance(last, JobDone | JobFailed), "something was said of a job after its end"
-            assert all(isinstance(event, Copied) for event in before)
+            assert all(isinstance(event, Copied | Stuck) for event in before)
             assert len(before) <= 1
         times = [event.now_s for event in self.ear.events]
         assert times == sorted(times)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.storage.base import GetStatus
+from headwater.transfer.wire import Direction
 
 HEAD = [3 + (at * 7) % 250 for at in range(192)]
 PROMPT = [*HEAD, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -140,6 +141,41 @@ def test_a_load_that_fails_is_computed_once(
             saboteur.released.set()
             one.settle()
             one.scheduler.cache.brain.validate()
+
+
+def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(engine: Any, alone: Any, tiers: dict[str, Any]) -> None:
+    """VLLM computes the request in other blocks, and gives those that may still be written to to nobody."""
+    with engine("gqa", {**tiers, "load_timeout_s": 0.5}) as one:
+        assert one.tokens([PROMPT]) == [alone["gqa"][0]]
+        one.empty_device()
+        pool = one.scheduler.side.pins._pool
+        num_free = pool.get_num_free_blocks()
+        wire = one.worker.staging._engine._lanes[Direction.IN].wire
+        go_on, finish = threading.Event(), wire.finish
+
+        def hang(place: int, *, hurry: bool = False) -> Any:
+            assert go_on.wait(60)
+            return finish(place, hurry=hurry)
+
+        wire.finish = hang
+        try:
+            assert one.tokens([PROMPT]) == [alone["gqa"][0]]
+            pinned = one.scheduler.side._pinned
+            assert pinned
+            assert all(pool.blocks[block].ref_cnt == 1 for block in pinned), "nobody's but ours"
+            assert pool.get_num_free_blocks() == num_free - len(pinned)
+            assert one.tokens(BATCH) == alone["gqa"][1:], "others go on"
+            assert one.scheduler.side._pinned == pinned
+        finally:
+            go_on.set()
+        assert one.worker.hands.drain(20)
+        one.tokens([[5] * 20])  # the news come with a step
+        assert not one.scheduler.side._pinned
+        one.settle()
+        assert pool.get_num_free_blocks() == num_free
+        one.scheduler.cache.brain.validate()
+        one.empty_device()
+        assert one.tokens([PROMPT]) == [alone["gqa"][0]]
 
 
 def test_preempted_requests_and_chunks(engine: Any, alone: Any, tiers: dict[str, Any]) -> None:

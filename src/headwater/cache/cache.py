@@ -34,12 +34,14 @@ log = logging.getLogger("headwater")
 class Progress:
     """How far a request is: its first `num_ready` blocks are on the device and may be used.
 
-    While it is `loading`, the first `num_expected` will be, if all goes well.
+    While it is `loading`, the first `num_expected` will be, if all goes well. If it is `stuck`, its loads may never
+    end: it is to be released, and to come again; the slots that it had stay out of use until they end.
     """
 
     num_ready: int
     loading: bool
     num_expected: int
+    stuck: bool = False
 
 
 class TieredCache(Shell):
@@ -94,13 +96,14 @@ class TieredCache(Shell):
             return self._progress(request)
 
     def wait(self, request: str, timeout_s: float) -> Progress:
-        """Wait until nothing is being looked up or loaded for a request. Blocks, until the time is over at most."""
+        """Wait until nothing is being looked up or loaded for a request, or it is stuck. Blocks, until time is over."""
         until_s = self._clock.monotonic() + timeout_s
         with self._lock:
             while True:
                 progress = self._progress(request)
                 record = self.brain.requests.get(request)
                 waiting = progress.loading or (record is not None and bool(record.looks))
+                waiting = waiting and not progress.stuck
                 left_s = until_s - self._clock.monotonic()
                 if not waiting or left_s <= 0 or self._closed:
                     return progress
@@ -109,8 +112,8 @@ class TieredCache(Shell):
     def wait_layer(self, request: str, layer: int, timeout_s: float) -> bool:
         """Wait until all blocks that are being loaded have their planes up to a layer's on the device, verified.
 
-        Blocks, until the time is over at most. False: it was, or a load failed. What True allows is to compute with
-        that layer; the blocks count as loaded when `poll` says so, and not before.
+        Blocks, until the time is over at most. False: it was, or a load failed or hangs. What True allows is to compute
+        with that layer; the blocks count as loaded when `poll` says so, and not before.
         """
         until_s = self._clock.monotonic() + timeout_s
         with self._lock:
@@ -125,6 +128,7 @@ class TieredCache(Shell):
             with self._lock:  # it is over, or late: then its event says what came of it
                 while (
                     job.results is None
+                    and not job.stuck
                     and not self._closed
                     and generation == self.generation
                     and (left_s := until_s - self._clock.monotonic()) > 0
@@ -250,9 +254,11 @@ class TieredCache(Shell):
         record = self.brain.requests.get(request)
         if record is None and request in self._old.grants:
             num_ready = self._old.num_named.get(request, 0)
-            return Progress(num_ready, loading=bool(self._old.loads(request)), num_expected=num_ready)
+            loading, stuck = bool(self._old.loads(request)), self._old.waits_in_vain(request)
+            return Progress(num_ready, loading=loading, num_expected=num_ready, stuck=stuck)
         if record is None:
             raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
         ready, loading = record.hold.num_blocks, bool(record.loads)
         self._custody.named(request, ready)
-        return Progress(ready, loading=loading, num_expected=record.load_end if loading else ready)
+        expected = record.load_end if loading else ready
+        return Progress(ready, loading=loading, num_expected=expected, stuck=record.stuck)

@@ -18,6 +18,7 @@ class OpenJob:
     slots: tuple[int, ...]  # that it may still write or read
     request: str | None  # for whom it is done
     loads: bool
+    stuck: bool = False  # a load that may never end
 
 
 @dataclass(slots=True)
@@ -58,6 +59,12 @@ class Custody:
         if job is not None:
             self.jobs[number] = replace(job, slots=())
 
+    def stuck(self, number: int) -> None:
+        """A Load may never end: nobody is to wait for it."""
+        job = self.jobs.get(number)
+        if job is not None:
+            self.jobs[number] = replace(job, stuck=True)
+
     def ended(self, number: int) -> None:
         """A job touches nothing any more."""
         self.jobs.pop(number, None)
@@ -72,6 +79,10 @@ class Custody:
     def loads(self, request: str) -> tuple[int, ...]:
         """Jobs that load blocks of a request."""
         return tuple(number for number, job in self._of(request) if job.loads)
+
+    def waits_in_vain(self, request: str) -> bool:
+        """Whether one of the loads of a request may never end."""
+        return any(job.stuck for _, job in self._of(request))
 
     def reads(self, request: str) -> tuple[int, ...]:
         """Jobs that may still read blocks of a request."""

@@ -114,6 +114,7 @@ class Jobs:
                 job.results,
                 job.begun_s,
                 job.alone,
+                *(["stuck"] if job.stuck else []),
             ]
             for job in self
         ]

@@ -100,10 +100,10 @@ class LentCache(TieredCache):
             return tuple(job.job for job in self.brain.requests[request].loads if job.results is None)
 
     def broken(self, request: str) -> bool:
-        """Whether blocks that were to be loaded for a request could not be had."""
+        """Whether blocks that were to be loaded for a request could not be had, or will not be had in time."""
         with self._lock:
             record = self.brain.requests.get(request)
-            return record is not None and record.broken is not None
+            return record is not None and (record.broken is not None or record.stuck)
 
     def num_named(self, request: str) -> int:
         """Blocks of a request that have their names: loaded and verified, or committed."""

@@ -32,6 +32,7 @@ class JobRecord:
     parent: BlockKey  # the key before the first of them
     alone: bool = True  # a Load behind no other of its store
     cancelled: bool = False  # it was told to end
+    stuck: bool = False  # a Load past its time whose copy has not ended
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
     target: str | None = None  # of a Promote
     pin: Hold | None = None  # of a Save: the blocks it reads
@@ -74,6 +75,11 @@ class RequestRecord:
     def reserved(self) -> bool:
         """Whether it has slots."""
         return self.base >= 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether one of its loads may never end: it has to begin anew, with other slots."""
+        return any(job.stuck for job in self.loads)
 
     def before(self, at: int) -> BlockKey:
         """The key that its block at this depth builds on."""

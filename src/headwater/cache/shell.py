@@ -162,8 +162,8 @@ class Shell:
 
     def _is_old(self, event: ev.Event) -> bool:
         """Whether an event is not for this brain: of a job of one before it, or of a store that it does not use."""
-        if isinstance(event, (ev.JobDone, ev.JobFailed, ev.Copied)) and event.job < self.brain.first_job:
-            self._old.copied(event.job) if isinstance(event, ev.Copied) else self._old.ended(event.job)
+        if isinstance(event, _OF_JOBS) and event.job < self.brain.first_job:
+            _NOTES[type(event)](self._old, event)
             self._vacate()
             return True
         if isinstance(event, ev.StoreOff):
@@ -290,10 +290,12 @@ class Shell:
                 self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
 
 
+_OF_JOBS: Final = (ev.JobDone, ev.JobFailed, ev.Copied, ev.Stuck)
 _NOTES: Final[dict[type[ev.Event], Callable[[Custody, Any], None]]] = {
     ev.JobDone: lambda custody, event: custody.ended(event.job),
     ev.JobFailed: lambda custody, event: custody.ended(event.job),
     ev.Copied: lambda custody, event: custody.copied(event.job),
+    ev.Stuck: lambda custody, event: custody.stuck(event.job),
     ev.Left: lambda custody, event: custody.left(event.request),
 }
 

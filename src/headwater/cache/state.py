@@ -10,7 +10,8 @@ What it keeps to:
 - A block enters the index when it was computed (Filled) or loaded and verified (JobDone of a Load), never before. Two
   requests that compute one block end with one block: who commits first wins, the other's slot stays its own until it
   leaves (rule 1).
-- A slot that a job may still write to belongs to nobody until that job has ended (rule 2).
+- A slot that a job may still write to belongs to nobody until that job has ended (rule 2). A request whose load is
+  Stuck never gets those slots: it leaves, and comes again.
 - A store is asked, read and written through jobs with deadlines, and no event waits for one: what a store does not do
   in time, or cannot keep up with, is a miss or a drop, and is counted with its reason.
 - A suffix is only written behind its prefix: a Save begins at the first block of its path that the store may lack.
@@ -73,6 +74,7 @@ class Brain:
             ev.Paced: self._paced,
             ev.Vacated: self._vacated,
             ev.Copied: self._copied,
+            ev.Stuck: self._stuck,
             ev.JobDone: self._job_done,
             ev.JobFailed: self._job_failed,
             ev.StoreOff: self._store_off,
@@ -340,6 +342,13 @@ class Brain:
         if job is not None:
             self.saver.copied(job)
 
+    def _stuck(self, event: ev.Stuck) -> None:
+        """Who waits for a load begins anew, with other slots; these are the job's until it has ended."""
+        job = self.jobs.get(event.job)
+        if job is not None and job.kind is JobKind.LOAD and not job.stuck:
+            job.stuck = True
+            self.jobs.judge(job, None, Failure.LATE, event.now_s)
+
     def _job_done(self, event: ev.JobDone) -> None:
         job = self.jobs.end(event.job)
         if job is None:
@@ -362,7 +371,8 @@ class Brain:
             self._end(job, (event.failure.value,) * (job.end - job.start), event.failure, event.now_s)
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
-        self.jobs.judge(job, results, failure, now_s)
+        if not job.stuck:  # that was held against the store already
+            self.jobs.judge(job, results, failure, now_s)
         self.moves.ended(job, results, self.tiers[job.target or job.store])
         request = job.request if job.request is not None and not job.request.gone else None
         if job.kind is JobKind.SAVE:

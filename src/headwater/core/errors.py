@@ -8,6 +8,7 @@
     │   └── InvalidConfig                 an option or environment variable that makes no sense
     ├── HostTierUnavailable             host memory cannot be had: the host tier is disabled, the rest goes on
     ├── CopyDamaged                     bytes were not the same after a copy: nothing of it may be used
+    ├── CopyStuck                       a copy does not end, and what it writes to cannot be given up
     ├── ResourceClosed                  used after close()
     ├── NotInstalled                    an optional package is missing; the message says what to install
     ├── RankUnavailable                 a rank's process did not come, or is not the rank it should be
@@ -53,6 +54,10 @@ class HostTierUnavailable(HeadwaterError):
 
 class CopyDamaged(HeadwaterError):
     """Bytes were not the same after a copy: nothing of it may be used."""
+
+
+class CopyStuck(HeadwaterError):
+    """A copy does not end, and what it writes to cannot be given up."""
 
 
 class ResourceClosed(HeadwaterError):

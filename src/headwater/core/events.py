@@ -6,7 +6,7 @@ may live in different processes, and an incident is a file of events that can be
 
 Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
 A *job* is one instruction to the hands, by number. Each job ends with exactly one JobDone or JobFailed, whatever
-happens to it; what comes after that is ignored.
+happens to it; what comes after that is ignored. One whose copy hangs has not ended: of a Load, Stuck says so.
 """
 
 import dataclasses
@@ -132,6 +132,16 @@ class Copied(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck(Event):
+    """A Load is past its time, and one of its copies has not ended: nobody is to wait for it any longer.
+
+    Its slots may still be written to, and are nobody's, until the job ends, which may be never (rule 2).
+    """
+
+    job: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobDone(Event):
     """A job ended with a result per block.
 
@@ -179,7 +189,10 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Instruction):
-    """Work for the hands. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy."""
+    """Work for the hands. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy.
+
+    A Load whose copy takes longer is Stuck until it ends.
+    """
 
     job: int
     store: str
@@ -286,7 +299,8 @@ class Lost(Instruction):
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated, Copied, JobDone, JobFailed, StoreOff, StoreOn),
+        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
+        *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
         *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }

@@ -2,6 +2,7 @@
 
 What is loaded and what is computed is the cache's decision, by what was measured: this module measures what computing
 costs (`measured`) and tells. A load that fails or is late has become tokens to compute by the time `loaded` says yes.
+One whose copy hangs is `stuck`: its request begins anew in other slots, and computes.
 
 A request starts when its blocks are there, or, where nobody else has work (`coming`), as soon as its first layer is:
 `wait_layer` holds each layer up until its bytes are on the device and verified, and `arrived` says at the end whether
@@ -50,8 +51,9 @@ class Connector:
         self._match(request, now_s)
 
     def may_start(self, request: Request, now_s: float) -> bool:
-        """Whether the stores have said what they have, or have taken too long."""
-        return self._match(request, now_s).settled or now_s - request.asked_s >= self._look_s
+        """Whether the stores have said what they have, or have taken too long, or nothing is to be loaded."""
+        settled = self._match(request, now_s).settled
+        return settled or request.computes_all or now_s - request.asked_s >= self._look_s
 
     def _match(self, request: Request, now_s: float) -> Match:
         self._extend_keys(request, len(request.tokens) // self.block_tokens)
@@ -77,7 +79,8 @@ class Connector:
         `promised`: a tier that is known to have all blocks of the prompt.
         """
         num_blocks = self._num_blocks(len(request.tokens) + 1)
-        slots = self.cache.reserve(self._name(request), num_blocks, promised=promised)
+        load = not request.computes_all
+        slots = self.cache.reserve(self._name(request), num_blocks, load=load, promised=promised)
         if slots is None:
             return False
         request.slots = slots
@@ -93,6 +96,10 @@ class Connector:
             return False
         self._set_computed(request, progress.num_ready)
         return True
+
+    def stuck(self, request: Request) -> bool:
+        """Whether what is being loaded may never come, nor its slots be usable: the request has to begin anew."""
+        return self.cache.poll(self._name(request)).stuck
 
     def num_ready(self, request: Request) -> int | None:
         """Leading blocks that are on the device; None as long as some are being loaded."""

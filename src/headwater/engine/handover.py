@@ -193,12 +193,27 @@ class Handover:
         """Fetch what the cache did not bring, when it brings no more."""
         num_ready = self._connector.num_ready(request)
         if num_ready is None:
+            if self._connector.stuck(request):
+                self._stuck(request, taking)
             return
         if num_ready < taking.ticket.num_blocks:
             request.phase = Phase.FETCHING
             handoffs.begin_fetch(request, taking.ticket, num_ready, taking.until_s)
         else:
             self._fetched(request, taking, Fetched(num_blocks=0, num_bytes=0, num_tries=0, seconds=0.0))
+
+    def _stuck(self, request: Request, taking: Taking) -> None:
+        """What the cache was bringing may never come: compute it, in other slots, if that is allowed."""
+        if request.cancelled:
+            self._end(request, Finish.CANCELLED)
+        elif taking.recompute:
+            request.handoff = None
+            request.tokens.append(taking.ticket.first.token)
+            self._scheduler.begin_anew(request)
+        else:
+            why, seconds = "a copy to the device hangs", time.monotonic() - (request.admitted_s or request.arrived_s)
+            missing = Missing(first_block=0, reason=Reason.LATE, detail=why, num_tries=1, seconds=seconds)
+            self._end(request, Finish.FAILED, f"the pool did not give the prompt back: {why}", missing)
 
     def _fetched(self, request: Request, taking: Taking, outcome: Outcome) -> None:
         request.pool_s = time.monotonic() - (request.admitted_s or request.arrived_s)

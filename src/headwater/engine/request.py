@@ -195,6 +195,7 @@ class Request:
     asked_s: float = 0.0  # when the cache was asked
     num_recomputed: int = 0
     preemptions: int = 0
+    computes_all: bool = False  # a load of it hung: what is not on the device is computed
     preempt_at: int | None = None  # computed tokens at which it gives way once, as if room were short: for verification
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     seed: int | None = None  # of its draws; None: not settled yet

@@ -4,7 +4,8 @@ Decides over requests, and asks the connector for slots; computes nothing. First
 then prompts are filled up, oldest first, as far as the budget goes. A request that cannot get its next slot preempts
 the youngest: that one gives its slots back and waits at the head of the queue; its finished blocks stay in the cache,
 so coming back costs little. A request that comes after another one with the same prompt is passed over until that one
-has computed it; nothing is asked or taken for it before.
+has computed it; nothing is asked or taken for it before. A request whose load hangs begins anew in the same way, and
+loads no more.
 
 Requests that were submitted together take turns with others, one of each submission in a round: the first is in the
 round after the one that is being let in when they come, the second in the next, and so on. So whoever asks for one
@@ -43,6 +44,10 @@ class Slots(Protocol):
 
     def loaded(self, request: Request) -> bool:
         """Whether nothing is being loaded any more."""
+        ...
+
+    def stuck(self, request: Request) -> bool:
+        """Whether what is being loaded may never end."""
         ...
 
     def coming(self, request: Request) -> bool:
@@ -152,9 +157,13 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def _admit(self, now_s: float) -> None:
-        for request in self.running:
-            if request.phase is Phase.LOADING and not request.moving and self._slots.loaded(request):
+        for request in list(self.running):
+            if request.phase is not Phase.LOADING or request.moving:
+                continue
+            if self._slots.loaded(request):
                 request.phase = Phase.RUNNING
+            elif self._slots.stuck(request):
+                self.begin_anew(request)
         at = 0
         while at < len(self.waiting) and len(self.running) < self._max_running:
             request = self.waiting[at]
@@ -181,6 +190,11 @@ class Scheduler:
         """Have all who run begin anew, but those that are being handed over: what they were told does not hold."""
         for request in [one for one in reversed(self.running) if not one.moving]:
             self._preempt(request)
+
+    def begin_anew(self, request: Request) -> None:
+        """A load of a request hangs: it gives back what it has, and what is not on the device is computed."""
+        request.computes_all = True
+        self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         self._slots.release(request)

@@ -204,10 +204,12 @@ class BrainMachine(RuleBasedStateMachine):
             self.world.fail(errand, dice.choice(list(ev.Failure)))
 
     def go_on(self, which: int, path: str, dice: random.Random) -> None:
-        """A load writes, long before it ends; another job has read its blocks, or says so and reads none."""
+        """A load writes, long before it ends, and may be stuck; another job has read its blocks, or says so."""
         if errand := self.errand(which):
             if isinstance(errand.order, ev.Load):
                 self.world.write(errand)
+                if dice.random() < 0.5:
+                    self.world.tell(ev.Stuck(now_s=self.world.now_s, job=errand.order.job))
             else:
                 self.world.copied(errand)
 
@@ -270,6 +272,7 @@ class BrainMachine(RuleBasedStateMachine):
         world.refuse(ev.Paced(now_s=now_s, base_s=-1.0, slope_s=0.0))
         if job not in world.errands:
             world.ignore(ev.Copied(now_s=now_s, job=job))
+            world.ignore(ev.Stuck(now_s=now_s, job=job))
             world.ignore(ev.JobDone(now_s=now_s, job=job, results=("hit", "stored"), num_bytes=20, seconds=1.0))
             world.ignore(ev.JobFailed(now_s=now_s, job=job, failure=ev.Failure.LATE))
         if guest := self.guest(which):

@@ -113,9 +113,13 @@ class Transfer:
             return self._changed.wait_for(until, left_s)
 
     def cancel(self) -> None:
-        """Copy no more than what has begun. Does not block; `wait` says when it is over."""
+        """Copy no more than what has begun. Does not block; `wait` says when it is over.
+
+        One of which nothing was launched is over at once, whatever the wire does with those before it.
+        """
         with self._changed:
             self.cancelled = True
+        self._end_if_done()
 
     def _collect(self, piece: Piece, at: tuple[int, int], digests: Digests | None, error: Exception | None) -> None:
         """A piece is finished."""
@@ -259,8 +263,10 @@ class Lane:
         """Cancel what is queued, wait for what has begun, end the thread. Idempotent. Blocks, for a few pieces."""
         with self._lock:
             self._closed = True
-            for transfer in self._queue:
-                transfer.cancel()
+            queued = list(self._queue)
+        for transfer in queued:
+            transfer.cancel()  # tells somebody: without the lock
+        with self._lock:
             self._work.notify()
             thread = self._thread
         if thread is not None:

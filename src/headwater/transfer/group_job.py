@@ -14,7 +14,7 @@ class GroupJob:
     """One job, the seats that do it, and their answers. Guarded by the lock of the group."""
 
     __slots__ = (
-        *("cancelled", "copied", "ends", "kind", "order", "overdue", "said_copied", "seats"),
+        *("cancelled", "copied", "ends", "kind", "order", "overdue", "said_copied", "said_stuck", "seats"),
         *("started_s", "told", "waiting", "writes"),
     )
 
@@ -28,6 +28,7 @@ class GroupJob:
         self.ends: dict[int, End] = {}
         self.copied: set[int] = set()  # seats that read their slots no more
         self.said_copied = False
+        self.said_stuck = False
         self.cancelled = False  # somebody asked for that, or nothing that is still being loaded would count
         self.overdue = False  # the deadline passed, and it was cancelled for that
         self.told = False  # its event was said
@@ -48,6 +49,10 @@ class GroupJob:
         if isinstance(end, JobFailed):
             return isinstance(self.order, Look | Load) and end.failure is not Failure.LATE
         return isinstance(self.order, Load) and end.results[:1] != ("late",) and not num_good(self.order, end)
+
+    def is_decided_at(self, at: int) -> bool:
+        """Whether there is nothing to wait for at a seat: it has answered, or the job is stuck somewhere."""
+        return self.said_stuck or at in self.ends
 
     @property
     def is_copied(self) -> bool:

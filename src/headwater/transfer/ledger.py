@@ -53,7 +53,7 @@ class JobState:
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
         self.failing: tuple[Failure, str] | None = None  # what ends it when the copy is over
-        self.stuck = False  # its thread was given up: a store's call does not return
+        self.stuck = False  # its thread was given up: a store's call, or a copy, does not return
         self.ended = False
 
     @property

@@ -11,8 +11,8 @@ not. No barrier and no collective: each rank works by itself, and the group only
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
   is cancelled first; a Look or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
-  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself; another
-  process may be stopped for ever.
+  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless its
+  copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
   allowed (`Mortal.shoot`), which ends what it owes; if it answers after all, it is up again.
@@ -45,6 +45,7 @@ from headwater.core.events import (
     Save,
     StoreOff,
     StoreOn,
+    Stuck,
 )
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
@@ -189,10 +190,11 @@ class Ranks:
         for at in found.seats:
             if not self._seats[at].hands.wait_layer(job, layer, until.remaining_s):
                 with self._ledger.changed:  # it is over there, perhaps well, and the answer on its way
-                    if not self._ledger.changed.wait_for(partial(found.ends.__contains__, at), until.remaining_s):
+                    self._ledger.changed.wait_for(partial(found.is_decided_at, at), until.remaining_s)
+                    if at not in found.ends:
                         return False
         with self._ledger.lock:
-            return found.is_whole and not (found.cancelled or found.overdue)
+            return found.is_whole and not (found.cancelled or found.overdue or found.said_stuck)
 
     def revive(self, store: str) -> bool:
         """Put a store right that was switched off, on every rank, and say StoreOn. Blocks. False if a rank could not.
@@ -294,6 +296,13 @@ class Ranks:
             job.said_copied = True
             self._ledger.say(Copied(now_s=self._clock.monotonic(), job=job.order.job))
 
+    def _say_stuck(self, job: GroupJob) -> None:
+        """Say once that nobody is to wait for a Load."""
+        if isinstance(job.order, Load) and not (job.said_stuck or job.told):
+            job.said_stuck = True
+            self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
+            self._ledger.changed.notify_all()
+
     def _end(self, job: GroupJob, verdict: Verdict) -> None:
         """Say how a job ended, and who is to blame if less came of it than was asked."""
         job.told = True
@@ -322,9 +331,11 @@ class Ranks:
 
     def _heard(self, at: int, event: Event) -> None:
         with self._ledger.lock:
-            job = self._live.get(event.job) if isinstance(event, JobDone | JobFailed | Copied) else None
+            job = self._live.get(event.job) if isinstance(event, JobDone | JobFailed | Copied | Stuck) else None
             if job is not None and isinstance(event, JobDone | JobFailed):
                 self._answered(job, at, event)
+            elif job is not None and isinstance(event, Stuck):
+                self._say_stuck(job)
             elif job is not None:
                 job.copied.add(at)
                 self._say_copied(job)
@@ -381,6 +392,7 @@ class Ranks:
     def _lose(self, job: GroupJob) -> None:
         """Ranks that were cancelled do not even say so."""
         why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
+        self._say_stuck(job)
         for at in sorted(job.waiting):
             self._roster.change(self._seats[at].rank, RankState.SILENT, why)
             hands = self._seats[at].hands

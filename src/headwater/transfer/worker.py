@@ -8,8 +8,9 @@ Takes no decision: what is to be moved where, and whether it pays, was decided b
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
 
 Invariants:
-- Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s` (twice that where
-  a copy is under way then) + the time of one copy, whatever a store, staging or the listener does, `close` included.
+- Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s`, whatever a store
+  or the listener does, `close` included. One exception: a job that copies from or to slots then ends with its copy. If
+  it is a Load, Stuck is said then, so that nobody waits for a copy that hangs.
 - A queued job whose deadline passes is LATE and never begins. A job whose store call does not return is LATE; the
   pages that the call was given stay its own until it returns (rule 3), and then go back without being used.
 - After the end of a job none of its slots is read or written any more (rule 2).
@@ -26,7 +27,19 @@ from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.events import Cancel, Event, Failure, Instruction, Job, Look, Promote, StoreOff, StoreOn
+from headwater.core.events import (
+    Cancel,
+    Event,
+    Failure,
+    Instruction,
+    Job,
+    Load,
+    Look,
+    Promote,
+    StoreOff,
+    StoreOn,
+    Stuck,
+)
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -42,7 +55,6 @@ from headwater.transfer.trouble import JobTrouble, has_no_caller
 
 log: Final = logging.getLogger("headwater")
 
-_AGAIN_S: Final = 0.01  # at least, between looks at a job that is overdue and still copies
 _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 
 
@@ -204,15 +216,17 @@ class Worker:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """Wait until all planes up to a layer's of all blocks of a Load are on the device, and right. Blocks.
 
-        False: that took too long, or the job is over; what came of it is told by its event.
+        False: that took too long, or the job is over or stuck; what came of it is told by its event.
         """
         num_planes = sum(plane.layer <= layer for plane in self._layout.planes)
         with self._ledger.changed:
             state = self._ledger.live.get(job)
             if state is None:
                 return False
-            self._ledger.changed.wait_for(lambda: state.ended or state.num_planes_ready >= num_planes, timeout_s)
-            return not state.ended and state.num_planes_ready >= num_planes
+            self._ledger.changed.wait_for(
+                lambda: state.ended or state.stuck or state.num_planes_ready >= num_planes, timeout_s
+            )
+            return not (state.ended or state.stuck) and state.num_planes_ready >= num_planes
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Cancel every job and end the threads; idempotent. Blocks until they ended, or `timeout_s` passed: then False.
@@ -384,9 +398,6 @@ class Worker:
                 self._fail(job, Failure.LATE, "it had not begun by its deadline")
             elif job.phase is Phase.RUNNING and now_s < last_s:
                 self._set_alarm(job, last_s)
-            elif job.phase is Phase.RUNNING and job.copying:
-                # Its thread copies, and ends it; or is stuck in a store while a copy goes on by itself.
-                self._set_alarm(job, now_s + max(self._grace_s, _AGAIN_S))
             elif job.phase is Phase.RUNNING:
                 self._give_up(job)
         if not self._alarms:
@@ -394,11 +405,20 @@ class Worker:
         return Deadline(self._alarms[0][0], self._clock).remaining_s
 
     def _give_up(self, job: JobState) -> None:
-        """A call does not return: end the job, leave the thread to it, get another. The lock is held."""
+        """A call or a copy does not return: end the job, leave the thread to it, get another. The lock is held.
+
+        A job that copies ends with its copy, and not before (rule 2).
+        """
         lane = self._lanes[lane_of(job.order)]
-        self._ledger.fail(job, Failure.LATE, "a store's call did not return in time")
+        kind, why = "store_stuck", "a store's call did not return in time"
+        if job.copying:
+            kind, why = "copy_stuck", "a copy did not end in time"
+        self._ledger.fail(job, Failure.LATE, why)
+        if job.copying and isinstance(job.order, Load):
+            self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
         lane.stick(job)
-        self._metrics.event("store_stuck", store=lane.name, job=job.kind)
+        self._ledger.changed.notify_all()  # who waits for its layers
+        self._metrics.event(kind, store=lane.name, job=job.kind)
         if not self._closed and lane.num_able + lane.num_stuck < self._max_threads:
             lane.num_able += 1
             self._short_of_threads.append(lane)

@@ -6,7 +6,7 @@ they have, and tell the scheduler at start (vLLM's handshake); until then nothin
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -77,6 +78,21 @@ class Introduction(KVConnectorHandshakeMetadata):
     """What a worker says of itself at start."""
 
     facts: RankFacts
+
+
+class _PoolPins:
+    """Blocks of vLLM's pool, each with one owner more."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Own them too."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Own them no more."""
+        self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
 
 class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
@@ -186,6 +202,12 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             if self._marks and self._worker.side.step_saves:  # the scheduler heard of another rank that it is over
                 self._marks[0].synchronize()
             self._worker.side.save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same, and those among the latter that must begin anew in other blocks: copies into theirs hang."""
+        found = super().get_transfer_results(finished_req_ids)
+        failed = self._worker.side.take_failed() if self._worker is not None else set()
+        return replace(found, failed_recving=failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks are read no more, and those whose loads have ended."""
@@ -300,8 +322,10 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch_device()
 
     def _watch_device(self) -> None:
-        """From when both are there, the cluster may hear what is on the device."""
+        """From when both are there, blocks can be kept from use, and the cluster may hear what is on the device."""
         pool, side = self._pool, self._scheduler.side if self._scheduler is not None else None
+        if pool is not None and side is not None:
+            side.pins = _PoolPins(pool)
         if pool is not None and side is not None and side.teller is not None and pool.enable_caching:
             side.teller.is_cached = lambda block_hash: pool.get_cached_block(block_hash, [0]) is not None
 

@@ -30,6 +30,7 @@ from headwater.core.events import (
     Look,
     Save,
     StoreOff,
+    Stuck,
 )
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm.metadata import Report
@@ -80,6 +81,7 @@ class _Errand:
     ends: dict[int, JobDone | JobFailed] = field(default_factory=dict)  # by rank
     copied: set[int] = field(default_factory=set)
     said_copied: bool = False
+    stuck: bool = False  # a Load that hangs on a rank
 
 
 class Courier:
@@ -172,7 +174,15 @@ class Courier:
         """What a step's output says of jobs."""
         for rank, event in report.events:
             for said in self._answer(rank, event):
+                if isinstance(said, Stuck):
+                    self.drop(self._errands[said.job].order.keys)
                 self._tell(said)
+
+    def stuck_blocks(self) -> frozenset[int]:
+        """Blocks that a copy which hangs may still write to: nobody may have them."""
+        with self._lock:
+            stuck = [one.order for one in self._errands.values() if one.stuck]
+        return frozenset(slot for order in stuck if isinstance(order, Load) for slot in order.slots)
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         """Do not believe for a while that these blocks can be had."""
@@ -191,10 +201,15 @@ class Courier:
                     return []
                 self._off.add(event.store)
                 return [event]
-            errand = self._errands.get(event.job) if isinstance(event, JobDone | JobFailed | Copied) else None
+            errand = self._errands.get(event.job) if isinstance(event, JobDone | JobFailed | Copied | Stuck) else None
             if errand is None:
                 return []
             now_s = self._clock.monotonic()
+            if isinstance(event, Stuck):
+                if errand.stuck:
+                    return []
+                errand.stuck = True
+                return [Stuck(now_s=now_s, job=errand.order.job)]
             if isinstance(event, Copied):
                 errand.copied.add(rank)
             elif isinstance(event, JobDone | JobFailed):

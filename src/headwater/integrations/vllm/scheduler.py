@@ -14,6 +14,10 @@ the brain; if a store is lost in between, the difference is reported as failed.
 Saves wait in vLLM's own blocks and nowhere else. While nobody lacks blocks, those of ended requests are kept until they
 were read; while vLLM has none to give, each has a moment from its end on (`_PATIENCE_S`), and then its saves give up.
 
+A load whose copy hangs may write to its blocks until it ends, which may be never. Its request is given back to vLLM as
+failed, and begins anew in other blocks; until the copy has ended, vLLM is kept from giving the old ones to anybody
+(`BlockPins`).
+
 A request that is preempted, or begins anew after a failed load, is another one for the brain, by its `epoch`. After a
 failed load it is computed: it is never told of a hit a second time.
 """
@@ -21,10 +25,10 @@ failed load it is computed: it is never told of a hit a second time.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from headwater.cache.lent_cache import LentCache
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm.courier import Courier
 from headwater.integrations.vllm.metadata import Orders, Report
@@ -37,6 +41,18 @@ log: Final = logging.getLogger("headwater")
 
 _PATIENCE_S: Final = 0.25  # that an ended request is kept for its saves while another waits for blocks,
 _RUNNING_S: Final = 0.05  # or one that runs, and cannot go on
+
+
+class BlockPins(Protocol):
+    """Keeps vLLM from giving blocks to anybody, whoever frees them."""
+
+    def hold(self, blocks: Sequence[int], /) -> None:
+        """They stay where they are."""
+        ...
+
+    def let_go(self, blocks: Sequence[int], /) -> None:
+        """They may be free."""
+        ...
 
 
 @dataclass(slots=True)
@@ -89,6 +105,7 @@ class SchedulerSide:
     ) -> None:
         """`loads`, `saves`: a producer only saves, a consumer only loads what it has not."""
         self.teller = teller
+        self.pins: BlockPins | None = None  # to be set before the first step
         self.cache = cache
         self._courier = courier
         self._namer = namer
@@ -98,6 +115,7 @@ class SchedulerSide:
         self._saves = saves
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
+        self._pinned: frozenset[int] = frozenset()  # blocks that copies which hang may write to
         self._next = _Next()
         self._leaving: dict[str, float] = {}  # ended requests whose blocks vLLM keeps for us, since when
         self._disowned: set[str] = set()  # requests that ran when everything was named anew: they are not cached
@@ -229,8 +247,21 @@ class SchedulerSide:
             self._leaving.pop(name, None)
         if report is not None:
             self._courier.heard(report)
+            self._pin()
         for one in self._tracked.values():
             one.barred = one.barred or (one.lent and self.cache.broken(one.name))
+
+    def _pin(self) -> None:
+        """Keep blocks from vLLM that copies may still write to. It frees those of a failed load after this step."""
+        stuck = self._courier.stuck_blocks()
+        if stuck == self._pinned:
+            return
+        if self.pins is None:
+            raise Contradiction("a copy hangs, and nobody can keep its blocks from vLLM")
+        self.pins.hold(sorted(stuck - self._pinned))
+        self.pins.let_go(sorted(self._pinned - stuck))
+        log.warning("copies that hang keep %d blocks from use", len(stuck))
+        self._pinned = stuck
 
     def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]]) -> None:
         """Name blocks whose steps have ended."""

@@ -2,9 +2,13 @@
 
 Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
 and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/worker.py`): vLLM itself never
-gives up waiting. A step waits for nothing, with one exception: while loads are all that the engine has to do (the
-scheduler says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step
-waits until one has ended, a millisecond at most.
+gives up waiting. A load whose copy hangs is stuck: its request is given back as failed as a whole (`take_failed`), and
+the scheduler keeps the blocks from vLLM until the copy has ended. A step that waits for such a load itself cannot go
+on, since vLLM would compute into the same blocks: it raises, and the engine stops with a sentence.
+
+Otherwise a step waits for nothing, with one exception: while loads are all that the engine has to do (the scheduler
+says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step waits until
+one has ended, a millisecond at most.
 
 Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
 was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
@@ -19,8 +23,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from headwater.core.errors import HeadwaterError, ResourceClosed
-from headwater.core.events import Cancel, Copied, Event, Failure, Instruction, JobDone, JobFailed, Load, Save
+from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
+from headwater.core.events import Cancel, Copied, Event, Failure, Instruction, JobDone, JobFailed, Load, Save, Stuck
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.verdict import num_good
@@ -64,6 +68,8 @@ class WorkerSide:
         self._changed = threading.Condition()
         self._orders = Orders()
         self._live: dict[int, Load | Save] = {}  # jobs that have not ended
+        self._stuck: set[int] = set()  # loads among them whose copies hang
+        self._failed: set[str] = set()  # requests that waited for such, to be reported
         self._reading: set[int] = set()  # saves that have not read their blocks
         self._idle = False  # nothing is computed, and loads are waited for
         self._num_silent = 0  # steps since anything was said that the scheduler can go on with
@@ -99,7 +105,7 @@ class WorkerSide:
         return any(isinstance(one, Save) for one in self._orders.jobs)
 
     def load(self) -> None:
-        """Begin the step's loads. Blocks until those have ended that the step waits for."""
+        """Begin the step's loads. Blocks until those have ended that the step waits for. Raises CopyStuck."""
         orders = self._orders
         loads = [one for one in orders.jobs if isinstance(one, Load)]
         self._idle = orders.idle
@@ -111,9 +117,18 @@ class WorkerSide:
         self._submit(loads)
         self._submit([one for one in orders.jobs if isinstance(one, Cancel)])
         waiting = set(orders.waiting)
+
+        def over() -> bool:
+            return waiting.isdisjoint(self._live) or not waiting.isdisjoint(self._stuck)
+
         with self._changed:
-            while not self._changed.wait_for(lambda: waiting.isdisjoint(self._live), _REMARK_S):
+            while not self._changed.wait_for(over, _REMARK_S):
                 log.warning("a step waits for loads that do not end: %s", sorted(waiting.intersection(self._live)))
+            if not waiting.isdisjoint(self._stuck):
+                raise CopyStuck(
+                    "a copy into blocks of a request that runs has not ended by its deadline, so they cannot be "
+                    "computed either: the engine has to stop. With load=async only that request would begin anew"
+                )
 
     def save(self) -> None:
         """Begin the step's saves: what they read was computed in steps before. Does not block."""
@@ -142,7 +157,8 @@ class WorkerSide:
             loaded = self._loaded()
             left = self._left()
             for name in loaded:
-                del self._loading[name]
+                if not self._stuck.isdisjoint(self._loading.pop(name)):
+                    self._failed.add(name)
             for name in left:
                 del self._leaving[name]
             for jobs, until_s in self._leaving.values():
@@ -151,6 +167,15 @@ class WorkerSide:
         self._cancel(overdue)
         self._num_silent = 0 if left or loaded else self._num_silent + 1
         return left, loaded
+
+    def take_failed(self) -> set[str]:
+        """Requests among those whose loads are over that must begin anew in other blocks. Each is said once.
+
+        To be asked after `finished`, and reported with it.
+        """
+        with self._changed:
+            failed, self._failed = self._failed, set()
+            return failed
 
     def take_bad(self) -> set[int]:
         """Blocks that failed to load, each said once."""
@@ -167,8 +192,9 @@ class WorkerSide:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _loaded(self) -> set[str]:
-        """Requests whose loads have all ended. The lock is held."""
-        return {name for name, jobs in self._loading.items() if jobs.isdisjoint(self._live)}
+        """Requests whose loads have all ended, or hang. The lock is held."""
+        awaited = self._live.keys() - self._stuck
+        return {name for name, jobs in self._loading.items() if jobs.isdisjoint(awaited)}
 
     def _left(self) -> set[str]:
         """Ended requests of which nothing is read any more. The lock is held."""
@@ -202,9 +228,13 @@ class WorkerSide:
             self._events.append(event)
             if isinstance(event, Copied):
                 self._reading.discard(event.job)
+            elif isinstance(event, Stuck):
+                self._stuck.add(event.job)
             elif isinstance(event, JobDone | JobFailed):
                 order = self._live.pop(event.job, None)
                 self._reading.discard(event.job)
-                if isinstance(order, Load):
+                if event.job in self._stuck:  # nobody has its blocks any more
+                    self._stuck.remove(event.job)
+                elif isinstance(order, Load):
                     self._bad.update(order.slots[num_good(order, event) :])
             self._changed.notify_all()
