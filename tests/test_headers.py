@@ -48,7 +48,7 @@ def sealed(rng: random.Random, number: int) -> tuple[list[PageMeta], list[bytear
     metas = metas_of(rng, number)
     frames = [bytearray(rng.randbytes(FRAME_BYTES)) for _ in metas]
     digests = np.array([[rng.getrandbits(64) for _ in PLANE_BYTES] for _ in metas], np.uint64)
-    write_headers(list(map(memoryview, frames)), metas, PLANE_BYTES, digests, now_ms=12345)
+    write_headers([memoryview(frame) for frame in frames], metas, PLANE_BYTES, digests, now_ms=12345)
     return metas, frames, digests
 
 
@@ -81,7 +81,7 @@ def test_what_many_are_believed_for_each_alone_would_be() -> None:
             frame[rng.choice([rng.randrange(used), rng.randrange(SIZE)])] ^= 1 << rng.randrange(8)
         if rng.random() < 0.2:
             rng.shuffle(asked)
-        views, names = list(map(memoryview, frames)), [meta.name for meta in asked]
+        views, names = [memoryview(frame) for frame in frames], [meta.name for meta in asked]
         now_ms = rng.choice([1, 1 << 41])
         like: dict[str, Any] = {"now_ms": now_ms, "identity": IDENTITY, "plane_bytes": PLANE_BYTES}
         found, is_right = vouched_all(copies(views, SIZE), names, **like)
@@ -102,7 +102,7 @@ def test_what_many_are_believed_for_each_alone_would_be() -> None:
 
 def test_frames_of_another_length_are_not_known() -> None:
     metas, frames, _ = sealed(random.Random(4), 3)
-    assert are_of(list(map(memoryview, frames)), metas) == [True] * 3
+    assert are_of([memoryview(frame) for frame in frames], metas) == [True] * 3
     assert are_of([memoryview(frame)[:-1] for frame in frames], metas) == [False] * 3
     assert are_of([memoryview(frame)[:100] for frame in frames], metas) == [False] * 3
     assert are_of([], []) == []
