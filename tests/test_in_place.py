@@ -202,6 +202,7 @@ class Rig:
                 "clock": clock,
                 "metrics": self.metrics,
                 "slice_pages": 2,
+                "in_place_pages": 2,
                 **options,
             },
         )

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,17 @@ def test_an_interrupt_in_the_middle_of_a_change_is_repaired_by_the_next_one(
     with open_local(config(place)) as store:
         other("open", directory=str(place / "store"))
         put(store, pages[:2])
-        set_record = Table.set_record
-        left = [3]
+        set_rows = Table.set_rows
+        left = [2]
 
-        def breaks_off(table: Table, number: int, record: Any) -> None:
-            left[0] -= 1
-            if not left[0]:
+        def breaks_off(table: Table, numbers: Sequence[int], rows: Any) -> None:
+            num = min(left[0], len(numbers))
+            left[0] -= num
+            set_rows(table, numbers[:num], rows[:num])
+            if num < len(numbers):
                 raise KeyboardInterrupt
-            set_record(table, number, record)
 
-        monkeypatch.setattr(Table, "set_record", breaks_off)
+        monkeypatch.setattr(Table, "set_rows", breaks_off)
         with pytest.raises(KeyboardInterrupt):
             put(store, pages[2:])
         monkeypatch.undo()
@@ -153,5 +154,5 @@ def test_a_name_that_an_index_has_twice_is_a_page_once() -> None:
     given = []
     for name in mirror.order.leaves_first([names[2]]):
         given.append(name)
-        mirror.forget(mirror.places[name].number)
+        mirror.forget([mirror.places[name].number])
     assert given == [names[1], names[2]]

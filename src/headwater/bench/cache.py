@@ -3,6 +3,7 @@
 A prompt whose blocks are all known is matched among ten thousand other blocks and among a million, as one run and, the
 worst case, as one run per block; beside it the least a prefix cache can do in Python, one dict probe per block. Then
 the rest of a request's life: reserve, commit, release, and evicting one block for each new one. No store and no bytes.
+At last the threads beside the engine's: what a saved and a loaded block cost the interpreter (`interpreter.py`).
 """
 
 import gc
@@ -11,6 +12,7 @@ import time
 import tracemalloc
 from typing import Final
 
+from headwater.bench import interpreter
 from headwater.bench.report import Report, Samples, Tell
 from headwater.cache.cache import TieredCache
 from headwater.cache.hands import NoHands
@@ -22,6 +24,7 @@ from headwater.core.keys import BlockKey
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench cache").digest())
 _RUN_BLOCKS: Final = 14  # of each other sequence: the mean request of a public trace
+_MOST_ROUNDS: Final = 5  # through a store
 _NOTES: Final = {
     "match_ms": "TieredCache.match of a prompt whose blocks are all on the device, among `others` other blocks, median",
     "match_best_ms": "the quietest repetition",
@@ -33,6 +36,9 @@ _NOTES: Final = {
     "bytes_per_block": "memory per known block, all that the brain keeps, by tracemalloc, with a tenth of `many` known",
     "slots_ms": "reserve of one more slot by the same request, which hands out its whole table",
     "release_ms": "release of the same request",
+    "save_us_per_block": "time of all our threads for a block of 16 tokens and 64 planes on its way into a store in "
+    "memory, but for its bytes, with the brain's: what it takes of an interpreter that an engine shares with us",
+    "load_us_per_block": "the same on its way out",
     "fill_us_per_block": "reserve and commit of a new prompt of the same length on a full device: evict, take, name",
 }
 
@@ -68,6 +74,8 @@ def run(
     figures["dict_ms"] = samples.median("dict_ms")
     figures["dict_ratio"] = figures["match_ms"] / figures["dict_ms"]
     figures["fill_us_per_block"] = samples.median("fill_us_per_block")
+    interpreter.measure(blocks, min(rounds, _MOST_ROUNDS), samples)
+    figures |= {name: samples.median(name) for name in ("save_us_per_block", "load_us_per_block")}
     return Report(
         command="bench cache",
         options={"blocks": blocks, "others": others, "many": many, "rounds": rounds},

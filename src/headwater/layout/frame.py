@@ -34,7 +34,7 @@ trusts an index: a page is believed only for what its own header says and its ow
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -105,6 +105,25 @@ class PageMeta:
         for field_name, key in (("name", self.key), ("parent_name", self.parent)):
             name = page_name(key, self.shard_index, self.shard_count, part=self.part)
             object.__setattr__(self, field_name, name)
+
+    def another(self, key: bytes, parent: bytes, depth: int) -> "PageMeta":
+        """The same of another block: what it shares with this one was looked at, and is not made again."""
+        if not (len(key) == len(parent) == KEY_BYTES and key != parent and 0 <= depth < 1 << 32):
+            return replace(self, key=key, parent=parent, depth=depth)  # raises
+        made, put, rest = object.__new__(PageMeta), object.__setattr__, self.name[KEY_BYTES:]
+        put(made, "key", key)
+        put(made, "identity", self.identity)
+        put(made, "parent", parent)
+        put(made, "depth", depth)
+        put(made, "valid_tokens", self.valid_tokens)
+        put(made, "tenant", self.tenant)
+        put(made, "shard_index", self.shard_index)
+        put(made, "shard_count", self.shard_count)
+        put(made, "part", self.part)
+        put(made, "expires_at_ms", self.expires_at_ms)
+        put(made, "name", key + rest)
+        put(made, "parent_name", parent + rest)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     looks_back: ClassVar[bool] = False  # whether it needs more than the four facts that every holder has
+    by_recency: ClassVar[bool] = False  # whether the priority is `used_s`, whatever else is known: nobody has to ask
 
     @abstractmethod
     def priority(self, facts: BlockFacts) -> float:

@@ -63,6 +63,20 @@ class LeafOrder(Generic[K]):
         self._adopt(parent, key)
         self._push(key)
 
+    def add_all(self, blocks: Iterable[tuple[K, K, float, int]]) -> None:
+        """`add` of many, as (key, parent, priority, group): a row costs one place in the order, and not one a block."""
+        nodes, children, adopt = self._nodes, self._children, self._adopt
+        fresh: list[K] = []
+        for key, parent, priority, group in blocks:
+            if key in nodes:
+                self.remove(key)
+            nodes[key] = (parent, priority, group)
+            adopt(parent, key)
+            fresh.append(key)
+        for key in fresh:
+            if key not in children:
+                self._push(key)
+
     def remove(self, key: K) -> None:
         """A block is gone. What builds on it stays known; see `subtree`."""
         node = self._nodes.pop(key, None)
@@ -90,6 +104,10 @@ class LeafOrder(Generic[K]):
     def is_leaf(self, key: K) -> bool:
         """Whether a known block has nothing that builds on it."""
         return key in self._nodes and key not in self._children
+
+    def has_children(self, key: K) -> bool:
+        """Whether something builds on a block, known or not."""
+        return key in self._children
 
     def subtree(self, key: K) -> Iterator[K]:
         """A known block and all that builds on it, itself first. The forest must not change meanwhile."""

@@ -9,6 +9,7 @@ class Lru(Policy):
     """Recency alone. Depth needs no term: only leaves are evicted, so a chain goes from its end."""
 
     name: ClassVar[str] = "lru"
+    by_recency: ClassVar[bool] = True
 
     def priority(self, facts: BlockFacts) -> float:
         """Time of the last use."""

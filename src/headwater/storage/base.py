@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta
@@ -184,8 +184,7 @@ def portions(num_pages: int, smallest: int) -> list[int]:
     return [*sizes, left] if left else sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """A slot that is this writer's alone until it is published or abandoned. `view` is the slot's memory."""
 
     meta: PageMeta
@@ -195,8 +194,7 @@ class Reservation:
     lease: object  # the store's own: what keeps the slot ours
 
 
-@dataclass(frozen=True, slots=True)
-class Borrow:
+class Borrow(NamedTuple):
     """A page's memory in place. Valid only if `still_valid` says so *after* the bytes were copied out."""
 
     name: PageName

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -96,9 +97,10 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
 
     unpublish = Catalog._unpublish
 
-    def tell(catalog: Catalog, name: PageName, owner: int) -> Slot | None:
-        say("evicting", name.hex())
-        return unpublish(catalog, name, owner)
+    def tell(catalog: Catalog, names: Sequence[PageName], owner: int) -> list[Slot]:
+        for name in names:
+            say("evicting", name.hex())
+        return unpublish(catalog, names, owner)
 
     setattr(Catalog, "_unpublish", tell)  # noqa: B010  a method; this process does nothing else
     with open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)) as store:

@@ -78,7 +78,13 @@ class _Process:
         self._store = open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES))
         staging = BytesStaging(LAYOUT, num_slots=70, num_pages=12, seed=seed)
         self._hands = Worker(
-            {"host": self._store}, staging, layout=LAYOUT, identity=IDENTITY, block_tokens=BLOCK_TOKENS, slice_pages=3
+            {"host": self._store},
+            staging,
+            layout=LAYOUT,
+            identity=IDENTITY,
+            block_tokens=BLOCK_TOKENS,
+            slice_pages=3,
+            in_place_pages=3,
         )
         save = self._rng.choice([SaveWhen.COMMIT, SaveWhen.COMMIT, SaveWhen.EVICTION, SaveWhen.HITS])
         self._engine = SimulatedEngine(

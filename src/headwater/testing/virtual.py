@@ -89,6 +89,7 @@ class VirtualHands:
             self.ledger,
             naming=naming,
             slice_pages=3,
+            in_place_pages=3,
             clock=clock,
             courtesy=Courtesy(),
             metrics=metrics,

@@ -32,7 +32,7 @@ from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import DeviceCache, Owned
 from headwater.transfer.copy_lane import Cut, Lane, Transfer, tell
 from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import MAX_ROWS, CudaWire, Digests, Direction, Wire
+from headwater.transfer.wire import MAX_ROWS, CudaWire, Digests, Direction, Wire, frame_address
 
 GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: smaller pieces slow the wire down
 _GROUP_PLACES: Final = 2  # that a group of layers, of all blocks together, fills at least
@@ -178,10 +178,12 @@ class CopyEngine(Owned):
             raise InvalidCopy(f"a frame has {needed} bytes, which can be written to where blocks are gathered")
         if direction is Direction.IN and len(np.unique(ids)) < len(ids):
             raise InvalidCopy("a slot is a destination more than once")
+        by_address = self._lanes[direction].wire.by_address
         transfer = Transfer(
             ids,
             frames,
             *self._cut(direction, len(ids), groups),
+            addresses=list(map(frame_address, frames)) if by_address else [],  # once, and not for each group of layers
             num_planes=len(self.layout.planes),
             expected=expected,
             on_planes=on_planes,

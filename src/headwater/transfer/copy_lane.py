@@ -41,6 +41,7 @@ class Transfer:
         cuts: list[Cut],
         left: dict[range, int],
         *,
+        addresses: list[int],
         num_planes: int,
         expected: Digests | None,
         on_planes: Callable[[int], None] | None,
@@ -51,6 +52,7 @@ class Transfer:
         self.cancelled = False
         self._slots = slots
         self._frames = frames  # held: memory that a device copies from or to must not go away
+        self._addresses = addresses
         self._pieces = deque(cuts)  # that were not launched
         self._left = left  # pieces of each group that have not arrived
         self._num_unfinished = len(cuts)
@@ -172,7 +174,8 @@ class Transfer:
         with self._changed:
             if self._pieces and not self.cancelled and self.error is None:
                 start, end, planes = self._pieces.popleft()
-                return Piece(self._slots[start:end], self._frames[start:end], planes), (start, end)
+                addresses = self._addresses[start:end]
+                return Piece(self._slots[start:end], self._frames[start:end], planes, addresses), (start, end)
         self._end_if_done()
         return None
 

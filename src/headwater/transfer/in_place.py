@@ -20,7 +20,7 @@ import numpy as np
 from headwater.core.errors import InvalidCopy
 from headwater.core.events import Load, Save
 from headwater.core.page import PageName
-from headwater.layout.frame import write_header
+from headwater.layout.headers import write_headers
 from headwater.storage.base import Addressable, Clock, GetStatus, PutStatus, Reservation
 from headwater.storage.verified import Loan
 from headwater.transfer.courtesy import Courtesy
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("headwater")
 
+_HELD: Final = frozenset({PutStatus.STORED, PutStatus.EXISTS})
+_HELD_OR_LATE: Final = _HELD | {PutStatus.LATE}
 _HEAD_PAGES: Final = 64  # of a long load go first
-_LENT_PAGES: Final = 32  # are borrowed in one call
+_LENT_PAGES: Final = 128  # are borrowed in one call
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
 _LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
@@ -205,7 +207,7 @@ class InPlaceJobs:
                 if not is_trouble(error):
                     raise
                 log.exception("%s did not take %d slots back", order.store, len(reserved))
-        if any(not PutStatus(status).held and status is not PutStatus.LATE for status in results):
+        if not _HELD_OR_LATE.issuperset(results):
             return fill_behind(results, (PutStatus.STORED, PutStatus.EXISTS), PutStatus.NO_PARENT)
         return results
 
@@ -225,7 +227,7 @@ class InPlaceJobs:
         store, size = self._addressable(order.store), self._naming.frame_bytes
         if not self._ledger.goes_on(job):
             return False
-        wanted = [(self._naming.meta(order, i), size) for i in places]
+        wanted = [(meta, size) for meta in self._naming.metas(order, places)]
         taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
         reserved += [one for one in taken if isinstance(one, Reservation)]
         time.sleep(_BREATH_S)
@@ -265,8 +267,8 @@ class InPlaceJobs:
         store, sizes, now_ms = self._addressable(order.store), self._naming.layout.plane_bytes, self._now_ms()
         if transfer.digests is None:  # made of the slot, which is shared, they would prove nothing (rule 4)
             raise InvalidCopy("a copy into a store's memory needs a copy engine that digests what it reads")
-        for at, slot in enumerate(slice_.slots):
-            write_header(slot.view, slot.meta, sizes, transfer.digests[at], now_ms=now_ms)
+        views, metas = [slot.view for slot in slice_.slots], [slot.meta for slot in slice_.slots]
+        write_headers(views, metas, sizes, transfer.digests, now_ms=now_ms)
         time.sleep(_BREATH_S)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
         require(order.store, statuses, len(slice_.slots), PutStatus)
@@ -274,7 +276,7 @@ class InPlaceJobs:
             results[i] = status
         time.sleep(_BREATH_S)
         job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
-        return all(status.held for status in statuses)
+        return _HELD.issuperset(statuses)
 
     # ------------------------------------------------------------------------------------------------------------------
 

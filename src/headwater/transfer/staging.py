@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headwater.transfer.arena import DeviceCache, HostCache
     from headwater.transfer.copy_lane import Transfer
     from headwater.transfer.cuda import Pin
-    from headwater.transfer.wire import Digests
+    from headwater.transfer.wire import Digests, Direction, Wire
 
 log = logging.getLogger("headwater")
 
@@ -95,8 +95,18 @@ class TorchStaging:
     named, or its slot given up, only after the model's work on it is over (rule 1).
     """
 
-    def __init__(self, device: "DeviceCache", host: "HostCache", *, layout: KVLayout | None = None) -> None:
-        """`layout` picks the planes that make a page; all of the device's by default. Raises InvalidInput."""
+    def __init__(
+        self,
+        device: "DeviceCache",
+        host: "HostCache",
+        *,
+        layout: KVLayout | None = None,
+        wires: "Callable[[DeviceCache, KVLayout, Direction], Wire] | None" = None,
+    ) -> None:
+        """`layout` picks the planes that make a page; all of the device's by default. Raises InvalidInput.
+
+        `wires`: how bytes move; as the device has it, by default.
+        """
         from headwater.transfer.copy_engine import CopyEngine  # loads torch
 
         layout = layout if layout is not None else device.layout
@@ -106,7 +116,7 @@ class TorchStaging:
         self._host = host
         self._cuda = device.device.type == "cuda"
         self._planes_on = device.device
-        self._engine = CopyEngine(device, layout=layout)
+        self._engine = CopyEngine(device, layout=layout, wires=wires)
         self._engine.calibrate([host.page(page) for page in range(min(_NUM_TRIED, host.num_pages))])
         if self._cuda:
             self._engine.warm([host.page(page) for page in range(min(host.num_pages, device.num_blocks))])

@@ -77,6 +77,13 @@ class Naming:
             part=self.part,
         )
 
+    def metas(self, order: Save, places: Sequence[int]) -> list[PageMeta]:
+        """`meta` of many: what is the same in all of them is checked once."""
+        if not places:
+            return []
+        keys, depth, first = order.keys, order.depth, self.meta(order, places[0])
+        return [first, *(first.another(keys[at], keys[at - 1], depth + at) for at in places[1:])]
+
 
 class Tier:
     """A store as the hands use it: written to as it is, read only through verification."""

@@ -28,6 +28,8 @@ SHARED_BYTES: Final = 1 << 20  # of a piece that the helper may take: less is ov
 class TorchWire:
     """One direction, on a CPU."""
 
+    by_address: Final = False
+
     def __init__(
         self,
         cache: DeviceCache,

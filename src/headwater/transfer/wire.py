@@ -49,6 +49,7 @@ class Piece:
     slots: npt.NDArray[np.int64]
     frames: Sequence[memoryview]
     planes: range
+    addresses: Sequence[int] = ()  # where the frames begin; none, for a wire that does not ask for them
 
 
 class Wire(Protocol):
@@ -62,6 +63,11 @@ class Wire(Protocol):
     @property
     def place_bytes(self) -> int:
         """The largest piece."""
+        ...
+
+    @property
+    def by_address(self) -> bool:
+        """Whether it has to know where frames lie."""
         ...
 
     def launch(self, place: int, piece: Piece) -> None:
@@ -86,6 +92,8 @@ class CudaWire:
     A piece of at most `direct_bytes` whose frames lie evenly spaced is copied by the kernel itself, over the bus: one
     stage less, and slower per byte.
     """
+
+    by_address: Final = True
 
     def __init__(
         self,
@@ -190,7 +198,7 @@ class CudaWire:
 
     def _addresses(self, piece: Piece, start: int) -> list[int]:
         at = self._payload_at + start
-        return [frame_address(frame) + at for frame in piece.frames]
+        return [address + at for address in piece.addresses]
 
     def _run_kernel(self, place: int, piece: Piece, rows: int, stride: int) -> None:
         self._kernel(

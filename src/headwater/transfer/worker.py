@@ -81,12 +81,15 @@ class Worker:
         threads_per_store: int = 2,
         max_extra_threads: int = 2,
         slice_pages: int = 32,
+        in_place_pages: int = 128,
         grace_s: float = 0.25,
     ) -> None:
         """Start the threads. Raises InvalidInput, with none started.
 
         `stores`, by tier, are taken as they are: reading from them goes through verification here. `layout`, `shard`
         and `part` are those of a page: the whole block, or what one rank holds of it. Deadlines are on `clock`.
+        `slice_pages` go together through staging, `in_place_pages` straight into a store's memory: there a slice holds
+        no page, and costs the interpreter by the slice.
         """
         if not stores:
             raise InvalidInput("a worker needs at least one store")
@@ -95,6 +98,7 @@ class Worker:
         _at_least("threads_per_store", threads_per_store, 1)
         _at_least("max_extra_threads", max_extra_threads, 0)
         _at_least("slice_pages", slice_pages, 1)
+        _at_least("in_place_pages", in_place_pages, 1)
         _at_least("grace_s", grace_s, 0)
         if block_tokens != layout.block_tokens:
             raise InvalidInput(f"a page of this layout holds {layout.block_tokens} tokens, not {block_tokens}")
@@ -120,6 +124,7 @@ class Worker:
             self._ledger,
             naming=naming,
             slice_pages=slice_pages,
+            in_place_pages=in_place_pages,
             clock=clock,
             courtesy=self._courtesy,
             metrics=self._metrics,

@@ -19,7 +19,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline, PutStatus
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.geometry import sectors
-from headwater.storage.local.mirror import Slot
+from headwater.storage.local.mirror import Place, Slot
 
 STEP_PAGES: Final = 256  # removed under one lock
 
@@ -43,10 +43,13 @@ class Search:
 
     def wanted(self) -> dict[int, list[int]]:
         """Indices of pages without a slot, by slot size."""
-        groups: dict[int, list[int]] = {}
+        by_bytes: dict[int, list[int]] = {}
         for i, ((_, frame_bytes), result) in enumerate(zip(self.pages, self.results, strict=True)):
             if result is PutStatus.NO_ROOM:
-                groups.setdefault(sectors(frame_bytes), []).append(i)
+                by_bytes.setdefault(frame_bytes, []).append(i)
+        groups: dict[int, list[int]] = {}
+        for frame_bytes, indices in by_bytes.items():
+            groups.setdefault(sectors(frame_bytes), []).extend(indices)
         return groups
 
     def held(self) -> Iterator[Slot]:
@@ -78,22 +81,26 @@ class Allocator:
         catalog.write_touches()
         over = catalog.expired(int(catalog.now_s() * 1000))
         catalog.remove(islice(catalog.mirror.order.leaves_first(over), STEP_PAGES), at.owner)
+        places, results = catalog.mirror.places, search.results
+        sizes = {frame_bytes for _, frame_bytes in search.pages}
+        fits = {one for one in sizes if one > 0 and at.slab.geometry.slots_in_extent(sectors(one))}
         coming: set[PageName] = set()
+        there: list[Place] = []
         for i, (meta, frame_bytes) in enumerate(search.pages):
-            place = catalog.mirror.places.get(meta.name)
+            name = meta.name
+            place = places.get(name)
             if place is not None:
-                catalog.touch(place)
-                search.results[i] = PutStatus.EXISTS
-            elif frame_bytes < 1 or not at.slab.geometry.slots_in_extent(sectors(frame_bytes)):
-                search.results[i] = PutStatus.REFUSED
+                there.append(place)
+                results[i] = PutStatus.EXISTS
+            elif frame_bytes not in fits:
+                results[i] = PutStatus.REFUSED
             elif meta.depth and not (
-                meta.parent_name in coming
-                or meta.parent_name in catalog.mirror.places
-                or at.is_coming(meta.parent_name)
+                (parent := meta.parent_name) in coming or parent in places or at.is_coming(parent)
             ):
-                search.results[i] = PutStatus.NO_PARENT
+                results[i] = PutStatus.NO_PARENT
             else:
-                coming.add(meta.name)
+                coming.add(name)
+        catalog.touch(there)
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=False)
 
@@ -102,8 +109,7 @@ class Allocator:
         try:
             while at.transact(lambda: self._empty_more(at, search), deadline):
                 pass
-            for slot in search.emptied:
-                at.wipe(slot)
+            at.wipe(search.emptied)
             at.transact(lambda: self._second(at, search), deadline)
         except IndexLocked:
             emptied, search.emptied = search.emptied, []

@@ -43,10 +43,9 @@ class Held:
     def __init__(self) -> None:
         self._slots: list[Slot] = []
 
-    def add(self, slot: Slot) -> Slot:
-        """One more."""
-        self._slots.append(slot)
-        return slot
+    def add(self, slots: Iterable[Slot]) -> None:
+        """More of them."""
+        self._slots.extend(slots)
 
     def held(self) -> Iterable[Slot]:
         """All of them."""
@@ -142,26 +141,30 @@ class Attachment:
     def _is_over(self) -> bool:
         return self._retired and not self._closed and not self.users and not self._lent
 
-    def lend(self, slot: Slot, name: PageName) -> None:
-        """Count a reservation out."""
+    def lend(self, slots: Sequence[Slot], names: Sequence[PageName]) -> None:
+        """Count reservations out."""
         with self._gate:
-            self._lent[slot] = name
-            self._lent_names[name] = self._lent_names.get(name, 0) + 1
+            coming = self._lent_names
+            for name in names:
+                coming[name] = coming.get(name, 0) + 1
+            self._lent.update(zip(slots, names, strict=True))
 
     def is_coming(self, name: PageName) -> bool:
         """Whether a page is being written here, in place: what builds on it may be reserved, and published after it."""
         return name in self._lent_names
 
-    def take_back(self, slot: Slot) -> bool:
-        """Whether the reservation was still out; it is not any more. The caller is inside."""
+    def take_back(self, slots: Sequence[Slot]) -> list[bool]:
+        """Which of these reservations were still out; they are not any more. The caller is inside."""
         with self._gate:
-            name = self._lent.pop(slot, None)
-            if name is None:
-                return False
-            self._lent_names[name] -= 1
-            if not self._lent_names[name]:
-                del self._lent_names[name]
-            return True
+            names = [self._lent.pop(slot, None) for slot in slots]
+            for name in names:
+                if name is not None:
+                    num = self._lent_names.get(name, 0)
+                    if num > 1:
+                        self._lent_names[name] = num - 1
+                    else:
+                        self._lent_names.pop(name, None)
+            return [name is not None for name in names]
 
     def retire(self, *, damaged: bool = False) -> None:
         """Close now, or as soon as nobody is inside. A damaged directory is left without a word to its index."""
@@ -283,14 +286,12 @@ class Attachment:
         """Free reserved slots, wiped, now or with the next change."""
         if not slots:
             return
-        for slot in slots:
-            self.wipe(slot)
+        self.wipe(slots)
         try:
             self.transact(lambda: self.catalog.give_back(slots, self.owner), deadline)
         except IndexLocked:
             self._debts.extend(slots)
 
-    def wipe(self, slot: Slot) -> None:
-        """Make a slot unreadable if it is ours. Needs no lock: nobody else may change that it is."""
-        if self.catalog.reserved(slot, self.owner) is not None:
-            self.slab.wipe(slot.offset)
+    def wipe(self, slots: Sequence[Slot]) -> None:
+        """Make those of these slots unreadable that are ours. Needs no lock: nobody else may change that they are."""
+        self.slab.wipe_all([slot.offset for slot in self.catalog.ours(slots, self.owner)])

@@ -12,23 +12,42 @@ from several threads: `attachment.py` holds a lock around it.
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import compress, islice
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
-from headwater.layout.frame import Header
+from headwater.layout.frame import Header, PageMeta
 from headwater.policy import BlockFacts, History, Policy
 from headwater.storage.base import Clock, Deadline, PutStatus
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.locks import MAX_OWNERS
-from headwater.storage.local.mirror import Draft, Mirror, Page, PageRow, Place, Slot
-from headwater.storage.local.table import NO_PAGE, Record, RecordState, Survey, Table, Use
+from headwater.storage.local.mirror import Draft, Mirror, PageRow, Place, Slot
+from headwater.storage.local.table import (
+    NO_PAGE,
+    Record,
+    RecordRows,
+    RecordState,
+    Survey,
+    Table,
+    Use,
+    changed_extent,
+    in_state,
+    record_rows,
+    use_rows,
+)
 
 _STEP_BACK_S: Final = 1.0  # of the clock, that is no jitter
 _STEP_PAGES: Final = 256  # whose use is put right at once, after that
 _FEW_CHANGES: Final = 1024  # that are followed one by one; more, if the index is large
-_LOOK_CHANGES: Final = 64  # between two looks at the clock
+_LOOK_CHANGES: Final = 64  # that are followed between two looks at the clock
+
+_as_slot = partial(tuple.__new__, Slot)  # no Python call each
+_as_place = partial(tuple.__new__, Place)
 
 
 class Catalog:
@@ -75,8 +94,7 @@ class Catalog:
             return False
         self._adopt_draft(draft)
         misfits = self._misfits(draft.rows)
-        for _, _, place, slot_bytes, *_ in misfits:
-            self._free(place.number, place.generation + 1, slot_bytes)
+        self._free([(place.number, place.generation + 1, slot_bytes) for _, _, place, slot_bytes, *_ in misfits])
         if misfits:  # the mirror may have had one of two, and not the one that stayed
             self._adopt_draft(self._survey_all())
         jump = self.geometry.num_changes + 1
@@ -136,19 +154,31 @@ class Catalog:
             self._adopt_draft(draft)
 
     def _follow(self, newest: int, deadline: Deadline) -> bool | None:
-        """Look at what changed, one by one. False at the deadline; None if the ring does not say it any more."""
-        for count in range(self.mirror.seen + 1, newest + 1):
-            change = self.table.change(count)
-            if change is None:
-                return None
-            number, extent = change
-            if (number is None or not count % _LOOK_CHANGES) and deadline.expired:
+        """Look at what changed. False at the deadline; None if the ring does not say it any more."""
+        mirror = self.mirror
+        is_first = True
+        while mirror.seen < newest:
+            if not is_first and deadline.expired:
                 return False
-            if number is not None:
-                self._look(number)
-            elif extent is not None:
+            is_first = False
+            begin = mirror.seen
+            changes = self.table.changes(begin + 1, min(newest, begin + _LOOK_CHANGES))
+            if changes is None:
+                return None
+            numbers: dict[int, None] = {}
+            for done, entry in enumerate(changes):
+                extent = changed_extent(entry)
+                if extent is None:
+                    numbers[entry] = None
+                    continue
+                self._look(list(numbers))
+                numbers.clear()
+                mirror.seen = begin + done
+                if deadline.expired:
+                    return False
                 self._look_at_extent(extent)
-            self.mirror.seen = count
+            self._look(list(numbers))
+            mirror.seen = begin + len(changes)
         return True
 
     def _fill(self, draft: Draft, deadline: Deadline) -> bool:
@@ -182,45 +212,41 @@ class Catalog:
             draft.add(one.pages, [number for number, _ in one.free], one.slot_bytes)
         return draft
 
-    def _look(self, number: int) -> None:
-        """See what a slot holds now."""
-        mirror = self.mirror
-        record = self.table.record(number)
-        mirror.forget(number)
-        if record is None or record.slot_bytes != mirror.classes.get(self.geometry.extent_of(number)):
+    def _look(self, numbers: list[int]) -> None:
+        """See what slots hold now, each once."""
+        if not numbers:
             return
-        if record.state == RecordState.LIVE:
-            mirror.remember(self._page(number, record))
-        elif record.state == RecordState.FREE:
-            mirror.remember_free(number, record.slot_bytes)
+        mirror, per_extent = self.mirror, self.geometry.max_slots
+        rows, right = self.table.rows(numbers)
+        mirror.forget(numbers)
+        sizes = np.array([mirror.classes.get(number // per_extent, 0) for number in numbers], np.uint64)
+        right &= (rows["slot_bytes"] == sizes) & (sizes > 0)
+        live, free = (np.flatnonzero(right & in_state(rows, one)) for one in (RecordState.LIVE, RecordState.FREE))
+        if len(live):
+            held = [numbers[i] for i in live.tolist()]
+            mirror.remember(self.table.pages(held, rows[live], self.table.priorities(held, self._now_s)))
+        for i in free.tolist():
+            mirror.remember_free(numbers[i], int(sizes[i]))
 
     def _look_at_extent(self, extent: int) -> None:
         slot_bytes = self.table.extent(extent) or 0
         self.mirror.set_class(extent, slot_bytes)
         if slot_bytes:
             found = self.table.survey(extent, slot_bytes, self._now_s)
-            for row in found.pages:
-                self.mirror.remember(Page(*row))
+            self.mirror.remember(found.pages)
             for number, _ in found.free:
                 self.mirror.remember_free(number, slot_bytes)
-
-    def _page(self, number: int, record: Record) -> Page:
-        use = self.table.use(number)
-        priority = self._now_s if use is None else _in_time(use, self._now_s).priority
-        offset = self.geometry.offset(number, record.slot_bytes)
-        place = Place(number, record.generation, offset, record.num_bytes)
-        parent = record.parent if record.depth else NO_PAGE
-        return Page(record.name, parent, place, record.slot_bytes, priority, record.expires_ms, record.depth)
 
     def stands_by(self, place: Place) -> bool:
         """Whether the record says, now, that a page is still where the mirror had it. Takes no lock."""
         record = self.table.record(place.number)
         return record is not None and (record.state, record.generation) == (RecordState.LIVE, place.generation)
 
-    def _set(self, number: int, record: Record, *, tell: bool = True) -> None:
+    def _write(self, numbers: Sequence[int], rows: RecordRows, *, tell: bool = True) -> None:
+        """Say what slots hold, one after the other."""
         if tell:  # first: what was changed is told, wherever we are interrupted
-            self._changed[number] = None
-        self.table.set_record(number, record)
+            self._changed.update(dict.fromkeys(numbers))
+        self.table.set_rows(numbers, rows)
 
     # --- owners -------------------------------------------------------------------------------------------------------
 
@@ -246,9 +272,9 @@ class Catalog:
         """Free, wiped, what these owners still have reserved, and forget them. Returns how many slots came back."""
         count = 0
         for extent, slot_bytes in self.mirror.classes.items():
-            for number, record in self.table.reserved_by(owners, extent, slot_bytes):
-                self._free(number, record.generation, slot_bytes)
-                count += 1
+            found = self.table.reserved_by(owners, extent, slot_bytes)
+            self._free([(number, record.generation, slot_bytes) for number, record in found])
+            count += len(found)
         for owner in owners:
             self.table.set_owner(owner, enrolled=False)
         return count
@@ -256,9 +282,8 @@ class Catalog:
     def free_reserved(self, owner: int, but: Collection[int]) -> None:
         """Free, wiped, what an owner has reserved, but for slots of these numbers."""
         for extent, slot_bytes in self.mirror.classes.items():
-            for number, record in self.table.reserved_by({owner}, extent, slot_bytes):
-                if number not in but:
-                    self._free(number, record.generation, slot_bytes)
+            found = self.table.reserved_by({owner}, extent, slot_bytes)
+            self._free([(number, record.generation, slot_bytes) for number, record in found if number not in but])
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -267,10 +292,11 @@ class Catalog:
         numbers = self.geometry.numbers(extent, slot_bytes)
         self._changed_extents[extent] = None
         self.table.set_extent(extent, 0)
-        for number in numbers:
-            before = self.table.record(number)
-            generation = 0 if before is None else before.generation + 1
-            self.table.set_record(number, Record(RecordState.FREE, 0, generation, slot_bytes))
+        before, right = self.table.rows(numbers)
+        rows = record_rows(RecordState.FREE, len(numbers))
+        rows["generation"] = np.where(right, before["generation"] + np.uint64(1), np.uint64(0))
+        rows["slot_bytes"] = slot_bytes
+        self._write(numbers, rows, tell=False)
         self.table.set_extent(extent, slot_bytes)
         self.mirror.set_class(extent, slot_bytes)
         for number in numbers:
@@ -279,26 +305,30 @@ class Catalog:
     def take_free(self, slot_bytes: int, owner: int, wanted: int) -> list[Slot]:
         """Reserve up to `wanted` free slots of this size."""
         found: list[Slot] = []
-        while len(found) < wanted and (number := self.mirror.next_free(slot_bytes)) is not None:
-            slot = self._take(number, owner)
-            if slot is not None:
-                found.append(slot)
+        while len(found) < wanted and (numbers := self.mirror.next_free(slot_bytes, wanted - len(found))):
+            found += self._take(numbers, slot_bytes, owner)
         return found
 
-    def _take(self, number: int, owner: int) -> Slot | None:
-        """Reserve a slot if it is free. Nobody is told: who thinks that it is free looks before he takes it."""
-        record = self.table.record(number)
-        if record is None or record.state != RecordState.FREE or not self._is_sound(number, record):
-            return None
-        generation = record.generation + 1
-        reserved = Record(RecordState.RESERVED, owner, generation, record.slot_bytes)
-        self._set(number, reserved, tell=False)
-        return Slot(number, generation, self.geometry.offset(number, record.slot_bytes))
+    def _take(self, numbers: list[int], slot_bytes: int, owner: int) -> list[Slot]:
+        """Reserve those of these slots that are free. Nobody is told: who thinks so of one looks before he takes it."""
+        per_extent, most = self.geometry.max_slots, self.geometry.slots_in_extent(slot_bytes)
+        classes = self.mirror.classes
+        numbers = [n for n in numbers if n % per_extent < most and classes.get(n // per_extent) == slot_bytes]
+        rows, right = self.table.rows(numbers)
+        free = np.flatnonzero(right & in_state(rows, RecordState.FREE) & (rows["slot_bytes"] == slot_bytes))
+        return self._reserve([numbers[i] for i in free.tolist()], rows[free], owner, tell=False)
 
-    def _is_sound(self, number: int, record: Record) -> bool:
-        return record.slot_bytes == self.mirror.classes.get(self.geometry.extent_of(number)) and self.geometry.has_slot(
-            number, record.slot_bytes
-        )
+    def _reserve(self, numbers: list[int], before: RecordRows, owner: int, *, tell: bool = True) -> list[Slot]:
+        """Give slots to an owner, whatever they were before."""
+        if not numbers:
+            return []
+        rows = record_rows(RecordState.RESERVED, len(numbers))
+        rows["owner"] = owner
+        rows["generation"] = before["generation"] + np.uint64(1)
+        rows["slot_bytes"] = before["slot_bytes"]
+        self._write(numbers, rows, tell=tell)
+        offsets = self.geometry.offsets(numbers, before["slot_bytes"]).tolist()
+        return list(map(_as_slot, zip(numbers, rows["generation"].tolist(), offsets, strict=True)))
 
     def take_victims(self, slot_bytes: int, owner: int, *, wanted: int, spare: frozenset[PageName]) -> list[Slot]:
         """Evict up to `wanted` pages of this slot size, in the order of `LeafOrder`, and reserve their slots.
@@ -314,62 +344,73 @@ class Catalog:
                 popped.append(found)
             if not popped:
                 break
-            for name, parent, priority in popped:
-                use = self.table.use(places[name].number)
-                current = priority if use is None else _in_time(use, self._now_s).priority
-                order.add(name, parent, max(current, priority), group=slot_bytes)
-                if current <= priority and order.is_leaf(name):  # a child that went back keeps its parent
-                    if self._history is not None:
-                        self._history.evicted(name)
-                    slot = self._unpublish(name, owner)
-                    if slot is not None:
-                        slots.append(slot)
+            worth = self.table.priorities([places[name].number for name, _, _ in popped], self._now_s).tolist()
+            chosen: list[PageName] = []
+            for (name, parent, priority), current in zip(popped, worth, strict=True):
+                if current > priority or order.has_children(name):  # a child that went back keeps its parent
+                    order.add(name, parent, max(current, priority), group=slot_bytes)
+                else:
+                    chosen.append(name)
+            if self._history is not None:
+                for name in chosen:
+                    self._history.evicted(name)
+            slots += self._unpublish(chosen, owner)
         return slots
 
-    def _unpublish(self, name: PageName, owner: int) -> Slot | None:
-        """Reserve the slot of a page, which is gone. None if it was gone before."""
-        place = self.mirror.places[name]
-        record = self.table.record(place.number)
-        self.mirror.forget(place.number)
-        if record is None or (record.state, record.generation) != (RecordState.LIVE, place.generation):
-            return None
-        generation = record.generation + 1
-        self._set(place.number, Record(RecordState.RESERVED, owner, generation, record.slot_bytes))
-        return Slot(place.number, generation, place.offset)
+    def _unpublish(self, names: Sequence[PageName], owner: int) -> list[Slot]:
+        """Reserve the slots of pages, which are gone, but for those that were gone before."""
+        places = [self.mirror.places[name] for name in names]
+        if not places:
+            return []
+        numbers = [place.number for place in places]
+        rows, right = self.table.rows(numbers)
+        self.mirror.forget(numbers)
+        same = rows["generation"] == np.array([place.generation for place in places], np.uint64)
+        held = np.flatnonzero(right & same & in_state(rows, RecordState.LIVE))
+        return self._reserve([numbers[i] for i in held.tolist()], rows[held], owner)
 
     def take_pages(self, names: Iterable[PageName], owner: int) -> list[Slot]:
         """Unpublish pages that nothing builds on but those before them here, and reserve their slots."""
         places = self.mirror.places
-        return [slot for name in names if name in places and (slot := self._unpublish(name, owner)) is not None]
+        return self._unpublish([name for name in dict.fromkeys(names) if name in places], owner)
 
     def remove(self, names: Iterable[PageName], owner: int) -> None:
         """Unpublish pages that nothing builds on but those before them here; their slots are wiped and free."""
-        for slot in self.take_pages(names, owner):
-            self._free(slot.number, slot.generation, self.mirror.classes[self.geometry.extent_of(slot.number)])
+        classes, extent_of = self.mirror.classes, self.geometry.extent_of
+        slots = self.take_pages(names, owner)
+        self._free([(number, generation, classes[extent_of(number)]) for number, generation, _ in slots])
 
-    def _free(self, number: int, generation: int, slot_bytes: int) -> None:
-        self.table.slab.wipe(self.geometry.offset(number, slot_bytes))
-        self._set(number, Record(RecordState.FREE, 0, generation, slot_bytes))
-        self.mirror.forget(number)
-        self.mirror.remember_free(number, slot_bytes)
+    def _free(self, slots: Sequence[tuple[int, int, int]]) -> None:
+        """Wipe slots, and let them go: (number, generation, slot size)."""
+        if not slots:
+            return
+        numbers = [number for number, _, _ in slots]
+        rows = record_rows(RecordState.FREE, len(slots))
+        rows["generation"] = np.array([generation for _, generation, _ in slots], np.uint64)
+        rows["slot_bytes"] = np.array([slot_bytes for _, _, slot_bytes in slots], np.uint64)
+        self.table.slab.wipe_all(self.geometry.offsets(numbers, rows["slot_bytes"]).tolist())
+        self._write(numbers, rows)
+        self.mirror.forget(numbers)
+        for number, _, slot_bytes in slots:
+            self.mirror.remember_free(number, slot_bytes)
 
     def give_back(self, slots: Iterable[Slot], owner: int) -> None:
         """Free slots that this owner reserved and did not publish, wiped. Others are left alone."""
-        for slot in slots:
-            record = self.reserved(slot, owner)
-            if record is not None:
-                self._free(slot.number, slot.generation, record.slot_bytes)
+        wanted = list(dict.fromkeys(slots))
+        if wanted:
+            rows, ours = self._reserved(wanted, owner)
+            sizes = rows["slot_bytes"].tolist()
+            self._free([(*wanted[i][:2], sizes[i]) for i in np.flatnonzero(ours).tolist()])
 
-    def reserved(self, slot: Slot, owner: int) -> Record | None:
-        """The record of a slot that this owner holds; None if it does not, or not any more. Takes no lock."""
-        record = self.table.record(slot.number)
-        if record is None or (record.state, record.owner, record.generation) != (
-            RecordState.RESERVED,
-            owner,
-            slot.generation,
-        ):
-            return None
-        return record
+    def ours(self, slots: Sequence[Slot], owner: int) -> list[Slot]:
+        """Those of these slots that this owner holds. Takes no lock."""
+        return list(compress(slots, self._reserved(slots, owner)[1].tolist())) if slots else []
+
+    def _reserved(self, slots: Sequence[Slot], owner: int) -> tuple[RecordRows, npt.NDArray[np.bool_]]:
+        """The records of slots, and which of them say that this owner holds it."""
+        rows, right = self.table.rows([slot.number for slot in slots])
+        same = rows["generation"] == np.array([slot.generation for slot in slots], np.uint64)
+        return rows, right & same & in_state(rows, RecordState.RESERVED) & (rows["owner"] == owner)
 
     def coldest_extents(self, slot_bytes: int) -> list[tuple[float, int]]:
         """Extents of other slot sizes with the mean priority of their pages, the lowest first. Reads all priorities."""
@@ -396,9 +437,8 @@ class Catalog:
                 return None
             if record.state == RecordState.FREE:
                 free.append(number)
-        found = [slot for number in free if (slot := self._take(number, owner)) is not None]
-        for number in free:
-            self.mirror.forget(number)
+        found = self._take(free, slot_bytes, owner)
+        self.mirror.forget(free)
         return found
 
     def is_ours(self, extent: int, owner: int) -> bool:
@@ -409,50 +449,85 @@ class Catalog:
             for _, record in self.table.records(numbers)
         )
 
-    def publish(self, written: Sequence[tuple[Slot, Header]], owner: int) -> list[PutStatus]:
-        """Make reserved slots LIVE, in order.
+    def publish(
+        self, written: Sequence[tuple[Slot, PageMeta, int]], owner: int, *, used_s: Sequence[float] | None = None
+    ) -> list[PutStatus]:
+        """Make reserved slots LIVE, in order: (slot, page, frame bytes).
 
-        FAILED for one that is no longer this owner's; EXISTS and NO_PARENT leave the slot reserved.
+        FAILED for one that is no longer this owner's; EXISTS and NO_PARENT leave the slot reserved. `used_s`: when each
+        was used; now, by default.
         """
-        return [self._publish(slot, header, owner) for slot, header in written]
+        places = self.mirror.places
+        slots, metas = [slot for slot, _, _ in written], [meta for _, meta, _ in written]
+        lengths = [num_bytes for _, _, num_bytes in written]
+        rows, ours = self._reserved(slots, owner)
+        sizes = np.array([*map(sectors, lengths)], np.uint64)
+        fits = (ours & (rows["slot_bytes"] == sizes)).tolist()
+        statuses: list[PutStatus] = []
+        fresh: set[PageName] = set()
+        for meta, is_fit in zip(metas, fits, strict=True):
+            name = meta.name
+            status = PutStatus.STORED
+            if name in places or name in fresh:
+                status = PutStatus.EXISTS
+            elif meta.depth and (parent := meta.parent_name) not in fresh and parent not in places:
+                status = PutStatus.NO_PARENT
+            elif not is_fit:
+                status = PutStatus.FAILED
+            else:
+                fresh.add(name)
+            statuses.append(status)
+        if fresh:
+            is_new = [status is PutStatus.STORED for status in statuses]
+            self._publish(
+                list(compress(slots, is_new)),
+                list(compress(metas, is_new)),
+                list(compress(lengths, is_new)),
+                [self._now_s] * len(fresh) if used_s is None else list(compress(used_s, is_new)),
+            )
+        return statuses
 
-    def _publish(self, slot: Slot, header: Header, owner: int, *, used_s: float | None = None) -> PutStatus:
-        meta, num_bytes = header.meta, header.frame_bytes
-        if meta.name in self.mirror.places:
-            return PutStatus.EXISTS
-        if meta.depth and meta.parent_name not in self.mirror.places:
-            return PutStatus.NO_PARENT
-        reserved = self.reserved(slot, owner)
-        if reserved is None or reserved.slot_bytes != sectors(num_bytes):
-            return PutStatus.FAILED
-        now_s = self._now_s if used_s is None else used_s
+    def _publish(self, slots: list[Slot], metas: list[PageMeta], lengths: list[int], used_s: list[float]) -> None:
+        """Pages that are new, with frames of these lengths, in slots that are the caller's and have their size."""
+        numbers, generations, offsets = ([slot[i] for slot in slots] for i in range(3))
+        names, parents = [meta.name for meta in metas], [meta.parent_name for meta in metas]
+        depths, expiries_ms = [meta.depth for meta in metas], [meta.expires_at_ms for meta in metas]
+        sizes = [*map(sectors, lengths)]
+        # Whatever a first block says, it builds on nothing.
+        built_on = [parent if depth else NO_PAGE for parent, depth in zip(parents, depths, strict=True)]
+        places = list(map(_as_place, zip(numbers, generations, offsets, lengths, strict=True)))
+        pages: list[PageRow] = list(zip(names, built_on, places, sizes, used_s, expiries_ms, depths, strict=True))
+        uses = use_rows(len(slots))
+        uses["used_s"] = uses["priority"] = used_s
+        if not self._policy.by_recency:
+            for i, (meta, page) in enumerate(zip(metas, pages, strict=True)):
+                facts = self._facts_of_new(meta, lengths[i], used_s[i])
+                priority = self._policy.priority(facts)
+                uses["priority"][i], uses["hits"][i] = priority, facts.hits
+                self.mirror.remember([(*page[:4], priority, *page[5:])])  # now: the history looks at what is held
+        self.table.set_uses(numbers, uses)
+        rows = record_rows(RecordState.LIVE, len(slots))
+        for field, values in (
+            ("generation", generations),
+            ("slot_bytes", sizes),
+            ("num_bytes", lengths),
+            ("name", _joined(names)),
+            ("parent", _joined(parents)),
+            ("identity", _joined([meta.identity for meta in metas])),
+            ("tenant", _joined([meta.tenant for meta in metas])),
+            ("depth", depths),
+            ("valid_tokens", [meta.valid_tokens for meta in metas]),
+            ("expires_ms", expiries_ms),
+        ):
+            rows[field] = values
+        self._write(numbers, rows)
+        if self._policy.by_recency:
+            self.mirror.remember(pages)
+
+    def _facts_of_new(self, meta: PageMeta, num_bytes: int, used_s: float) -> BlockFacts:
         if self._history is None:
-            facts = BlockFacts(used_s=now_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
-        else:
-            facts = self._history.inserted(meta.name, meta.parent_name, now_s, depth=meta.depth, num_bytes=num_bytes)
-        priority = self._policy.priority(facts)
-        self.table.set_use(slot.number, Use(now_s, priority, facts.hits))
-        record = Record(
-            RecordState.LIVE,
-            0,
-            slot.generation,
-            reserved.slot_bytes,
-            num_bytes=num_bytes,
-            name=meta.name,
-            parent=meta.parent_name,
-            identity=meta.identity,
-            tenant=meta.tenant,
-            depth=meta.depth,
-            valid_tokens=meta.valid_tokens,
-            expires_ms=meta.expires_at_ms,
-        )
-        self._set(slot.number, record)
-        place = Place(slot.number, slot.generation, slot.offset, num_bytes)
-        parent = meta.parent_name if meta.depth else NO_PAGE  # whatever a first block says, it builds on nothing
-        self.mirror.remember(
-            Page(meta.name, parent, place, reserved.slot_bytes, priority, meta.expires_at_ms, meta.depth)
-        )
-        return PutStatus.STORED
+            return BlockFacts(used_s=used_s, hits=0, depth=meta.depth, num_bytes=num_bytes)
+        return self._history.inserted(meta.name, meta.parent_name, used_s, depth=meta.depth, num_bytes=num_bytes)
 
     def expired(self, now_ms: int, limit: int = 256) -> list[PageName]:
         """Pages whose time is over."""
@@ -481,10 +556,12 @@ class Catalog:
                 self.mirror.order.touch(name, use.priority)
         return now_s
 
-    def touch(self, place: Place) -> None:
-        """Remember a use, to be written with the next batch."""
-        _, hits, _ = self._touched.get(place.number, (0, 0, 0.0))
-        self._touched[place.number] = (place.generation, hits + 1, self._clock.time())
+    def touch(self, places: Iterable[Place]) -> None:
+        """Remember uses, to be written with the next batch."""
+        touched, now_s = self._touched, self._clock.time()
+        for number, generation, _, _ in places:
+            before = touched.get(number)
+            touched[number] = (generation, 1 if before is None else before[1] + 1, now_s)
 
     @property
     def num_touched(self) -> int:
@@ -497,24 +574,41 @@ class Catalog:
             return
         now_s = self.now_s()
         touched, self._touched = self._touched, {}  # other threads go on touching
-        for number, (generation, more, used_s) in touched.items():
-            record = self.table.record(number)
-            if record is None or (record.state, record.generation) != (RecordState.LIVE, generation):
-                continue
-            before = self.table.use(number) or Use(used_s, 0.0, 0)
-            facts = self._facts_of_reads(record, before, min(used_s, now_s), more)
-            priority = self._policy.priority(facts)
-            self.table.set_use(number, Use(min(used_s, now_s), priority, facts.hits))
-            self.mirror.order.touch(record.name, priority)
+        items = list(touched.items())  # one call of C: who has just begun to touch does so in the old ones
+        numbers = [number for number, _ in items]
+        generations, reads, used = (np.array(column) for column in zip(*[use for _, use in items], strict=True))
+        rows, right = self.table.rows(numbers)
+        at = np.flatnonzero(
+            right & in_state(rows, RecordState.LIVE) & (rows["generation"] == generations.astype(np.uint64))
+        )
+        if not len(at):
+            return
+        rows, numbers = rows[at], [numbers[i] for i in at.tolist()]
+        before, known = self.table.uses(numbers)
+        uses = use_rows(len(at))
+        uses["used_s"] = uses["priority"] = np.minimum(used[at], now_s)
+        uses["hits"] = np.where(known, before["hits"], np.uint64(0)) + reads[at].astype(np.uint64)
+        names = rows["name"].tolist()
+        if not self._policy.by_recency:
+            for i, name in enumerate(names):
+                used_s = float(uses["used_s"][i])
+                use = Use(float(before["used_s"][i]), 0.0, int(before["hits"][i])) if known[i] else Use(used_s, 0.0, 0)
+                facts = self._facts_of_reads(name, rows[i], use, used_s, int(reads[at[i]]))
+                uses["priority"][i], uses["hits"][i] = self._policy.priority(facts), facts.hits
+        self.table.set_uses(numbers, uses)
+        touch = self.mirror.order.touch
+        for name, priority in zip(names, uses["priority"].tolist(), strict=True):
+            touch(name, priority)
 
-    def _facts_of_reads(self, record: Record, before: Use, used_s: float, reads: int) -> BlockFacts:
+    def _facts_of_reads(self, name: PageName, row: np.void, before: Use, used_s: float, reads: int) -> BlockFacts:
+        depth, num_bytes = int(row["depth"]), int(row["num_bytes"])
         if self._history is None:
-            return BlockFacts(used_s=used_s, hits=before.hits + reads, depth=record.depth, num_bytes=record.num_bytes)
+            return BlockFacts(used_s=used_s, hits=before.hits + reads, depth=depth, num_bytes=num_bytes)
         return self._history.hit(
-            record.name,
+            name,
             used_s,
-            depth=record.depth,
-            num_bytes=record.num_bytes,
+            depth=depth,
+            num_bytes=num_bytes,
             times=reads,
             hits_before=before.hits,
             used_before_s=before.used_s,
@@ -539,12 +633,10 @@ class Catalog:
         self._adopt_draft(self._drafted(found))
         if read_header is not None:
             for one in found.values():
-                for number, generation in one.reserved:
-                    self._free(number, generation, one.slot_bytes)
+                self._free([(number, generation, one.slot_bytes) for number, generation in one.reserved])
             pages += self._adopt(lost, read_header)
         misfits = self._misfits(pages)
-        for _, _, place, slot_bytes, *_ in misfits:
-            self._free(place.number, place.generation + 1, slot_bytes)
+        self._free([(place.number, place.generation + 1, slot_bytes) for _, _, place, slot_bytes, *_ in misfits])
         if misfits:  # the mirror may have had one of two, and not the one that stayed
             self._adopt_draft(self._survey_all())
         return len(lost)
@@ -577,24 +669,38 @@ class Catalog:
         `lost`: (number, slot size, generation). Returns the pages.
         """
         found: list[tuple[Header, Slot]] = []
+        empty: list[tuple[int, int, int]] = []
         for number, slot_bytes, generation in lost:
             offset = self.geometry.offset(number, slot_bytes)
             header = read_header(offset)
             if header is None or sectors(header.frame_bytes) != slot_bytes:
-                self._free(number, generation + 1, slot_bytes)
+                empty.append((number, generation + 1, slot_bytes))
             else:
-                self._set(number, Record(RecordState.RESERVED, 0, generation + 1, slot_bytes))
                 found.append((header, Slot(number, generation + 1, offset)))
-        adopted: list[PageRow] = []
-        for header, slot in sorted(found, key=lambda one: one[0].meta.depth):
-            slot_bytes = sectors(header.frame_bytes)
-            used_s = min(self._now_s, header.sealed_at_ms / 1000)
-            if self._publish(slot, header, 0, used_s=used_s) is PutStatus.STORED:
-                record = self.table.record(slot.number)
-                adopted += [] if record is None else [self._page(slot.number, record)]
-            else:
-                self._free(slot.number, slot.generation, slot_bytes)
-        return adopted
+        self._free(empty)
+        if not found:
+            return []
+        found.sort(key=lambda one: one[0].meta.depth)
+        numbers = [slot.number for _, slot in found]
+        rows = record_rows(RecordState.RESERVED, len(found))
+        rows["generation"] = np.array([slot.generation for _, slot in found], np.uint64)
+        rows["slot_bytes"] = [sectors(header.frame_bytes) for header, _ in found]
+        self._write(numbers, rows)
+        statuses = self.publish(
+            [(slot, header.meta, header.frame_bytes) for header, slot in found],
+            0,
+            used_s=[min(self._now_s, header.sealed_at_ms / 1000) for header, _ in found],
+        )
+        stored = [status is PutStatus.STORED for status in statuses]
+        held = list(compress(numbers, stored))
+        self._free(
+            [
+                (slot.number, slot.generation, sectors(header.frame_bytes))
+                for (header, slot), is_stored in zip(found, stored, strict=True)
+                if not is_stored
+            ]
+        )
+        return self.table.pages(held, self.table.rows(held)[0], self.table.priorities(held, self._now_s))
 
     def problems(self) -> list[str]:
         """What contradicts itself in the index; nothing, in a sound one. Reads all of it."""
@@ -626,6 +732,11 @@ class Catalog:
         if self.table.classes() != self.mirror.classes:
             found.append("the mirror has other extents than the slab")
         return found
+
+
+def _joined(values: Sequence[bytes]) -> npt.NDArray[np.void]:
+    """A column of values of one length."""
+    return np.frombuffer(b"".join(values), f"V{len(values[0])}")
 
 
 def _in_time(use: Use, now_s: float) -> Use:

@@ -16,8 +16,12 @@ Everything follows from the limit: a header that says otherwise is not believed.
 format, and another one needs another version.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from headwater.core.errors import StoreUnavailable
 
@@ -132,6 +136,14 @@ class Geometry:
         """Byte offset of a slot in the file."""
         extent, index = divmod(number, self.max_slots)
         return self.data_at + extent * self.extent_bytes + index * slot_bytes
+
+    def offsets(self, numbers: Sequence[int], slot_bytes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """`offset` of many."""
+        extents, indices = np.divmod(np.asarray(numbers, np.int64), self.max_slots)
+        offsets: npt.NDArray[np.int64] = (
+            self.data_at + extents * self.extent_bytes + indices * slot_bytes.astype(np.int64)
+        )
+        return offsets
 
     def has_slot(self, number: int, slot_bytes: int) -> bool:
         """Whether there can be such a slot: a record that was damaged might say anything."""

@@ -6,15 +6,20 @@ so that no other process is given the slot while a copy may still be writing to 
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from itertools import compress, repeat
+from typing import Final, NamedTuple
 
 from headwater.core.page import PageName
-from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, Fault, PageMeta, claims, parse
+from headwater.layout.headers import are_of, claim_all
 from headwater.storage.base import Addressable, Borrow, Deadline, GetStatus, PutStatus, Reservation
 from headwater.storage.local.allocator import Search
 from headwater.storage.local.attachment import Attachment, Held
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.store import BATCH_PAGES, LocalStore
+from headwater.storage.local.store import LocalStore
+
+BATCH_PAGES: Final = 128  # in one transaction: no bytes are copied in it, so more than of pages that are put
 
 
 class _Lease(NamedTuple):
@@ -22,6 +27,10 @@ class _Lease(NamedTuple):
 
     at: Attachment
     slot: Slot
+
+
+_as_lease = partial(tuple.__new__, _Lease)  # no Python call each
+_as_reservation = partial(tuple.__new__, Reservation)
 
 
 class MappedStore(LocalStore, Addressable):
@@ -43,18 +52,24 @@ class MappedStore(LocalStore, Addressable):
                 search = Search(pages[start : start + BATCH_PAGES])
                 with at.taking(search):
                     self._allocator.take(at, search, deadline)
-                    for i, taken in enumerate(search.results, start):
-                        results[i] = taken if isinstance(taken, PutStatus) else self._lend(at, taken, *pages[i])
+                    results[start : start + BATCH_PAGES] = self._lend(at, search)
 
         self._run(work, None)
         return results
 
     @staticmethod
-    def _lend(at: Attachment, slot: Slot, meta: PageMeta, num_bytes: int) -> Reservation:
-        at.lend(slot, meta.name)
-        at.wipe(slot)
-        view = at.slab.view(slot.offset, num_bytes)
-        return Reservation(meta, view, slot.number, slot.generation, _Lease(at, slot))
+    def _lend(at: Attachment, search: Search) -> list[Reservation | PutStatus]:
+        """What a search found, lent to the caller."""
+        found = [(one, *page) for one, page in zip(search.results, search.pages, strict=True) if isinstance(one, Slot)]
+        slots = [slot for slot, _, _ in found]
+        metas = [meta for _, meta, _ in found]
+        at.lend(slots, [meta.name for meta in metas])
+        at.slab.wipe_all([slot.offset for slot in slots])  # ours, as we have just seen to ourselves
+        views = at.slab.views([(slot.offset, num_bytes) for slot, _, num_bytes in found])
+        leases = map(_as_lease, zip(repeat(at), slots))
+        numbers, generations = [slot.number for slot in slots], [slot.generation for slot in slots]
+        lent = map(_as_reservation, zip(metas, views, numbers, generations, leases, strict=True))
+        return [next(lent) if isinstance(one, Slot) else one for one in search.results]
 
     def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
         """Make written frames visible; what is not the frame its slot was reserved for is REFUSED."""
@@ -62,18 +77,18 @@ class MappedStore(LocalStore, Addressable):
         refused: set[int] = set()
 
         def publish(at: Attachment, out: list[tuple[int, Slot]]) -> None:
-            written: list[tuple[int, Slot, Header]] = []
+            views, metas = [reservations[i].view for i, _ in out], [reservations[i].meta for i, _ in out]
+            written: list[tuple[int, Slot]] = []
             unused: list[Slot] = []
-            for i, slot in out:
-                header = parse(reservations[i].view, known=reservations[i].meta)
-                if isinstance(header, Fault) or not _fits(header, reservations[i]):
+            for (i, slot), is_right in zip(out, are_of(views, metas), strict=True):
+                if is_right or _fits(reservations[i]):
+                    written.append((i, slot))
+                else:
                     unused.append(slot)
                     refused.add(i)
-                else:
-                    written.append((i, slot, header))
             at.give_back(unused, deadline)
-            statuses = self._publish(at, [(slot, header) for _, slot, header in written], deadline)
-            for (i, _, _), status in zip(written, statuses, strict=True):
+            ready = [(slot, reservations[i].meta, len(reservations[i].view)) for i, slot in written]
+            for (i, _), status in zip(written, self._publish(at, ready, deadline), strict=True):
                 results[i] = status
 
         def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:
@@ -102,7 +117,8 @@ class MappedStore(LocalStore, Addressable):
                 if not at.enter(user):
                     continue
                 with at.taking(held):
-                    out = [(i, held.add(slot)) for i, slot in lent if at.take_back(slot)]
+                    held.add(slot for _, slot in lent)
+                    out = list(compress(lent, at.take_back([slot for _, slot in lent])))
                     consumed += [i for i, _ in out]
                     if out:
                         self._run_in(at, lambda at: work(at, out), None)  # noqa: B023  called at once
@@ -120,32 +136,49 @@ class MappedStore(LocalStore, Addressable):
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all(names)):
                 at.refresh(deadline)
-            for i, name in enumerate(names):
-                if not i % BATCH_PAGES and deadline.expired:
-                    results[i:] = [GetStatus.LATE] * (len(names) - i)
+            for start in range(0, len(names), BATCH_PAGES):
+                if deadline.expired:
+                    results[start:] = [GetStatus.LATE] * (len(names) - start)
                     break
-                place = at.catalog.mirror.places.get(name)
-                if place is None:
-                    results[i] = GetStatus.MISS
-                    continue
-                view = at.slab.view(place.offset, place.num_bytes).toreadonly()
-                stamp = bytes(view[:PREFIX_BYTES])
-                if not claims(memoryview(stamp), name) and not at.catalog.stands_by(place):
-                    results[i] = GetStatus.MISS  # moved; where the index stands by it, its verifier will say
-                    continue
-                at.catalog.touch(place)
-                results[i] = Borrow(name, view, place.number, stamp)
+                results[start : start + BATCH_PAGES] = self._borrow(at, names[start : start + BATCH_PAGES])
             self._flush_touches(at)
 
         self._run(work, None)
         return results
+
+    @staticmethod
+    def _borrow(at: Attachment, names: Sequence[PageName]) -> list[Borrow | GetStatus]:
+        places = at.catalog.mirror.places
+        found = [(name, place) for name in names if (place := places.get(name)) is not None]
+        stamps = at.slab.prefixes([place.offset for _, place in found])
+        if not claim_all(stamps, [name for name, _ in found]):
+            # Some have moved; where the index stands by one, its verifier will say.
+            ends = range(PREFIX_BYTES, len(stamps) + 1, PREFIX_BYTES)
+            claimed = [
+                claims(memoryview(stamps)[end - PREFIX_BYTES : end], name) or at.catalog.stands_by(place)
+                for end, (name, place) in zip(ends, found, strict=True)
+            ]
+            found = list(compress(found, claimed))
+            stamps = b"".join(compress((stamps[end - PREFIX_BYTES : end] for end in ends), claimed))
+        at.catalog.touch(place for _, place in found)
+        views = at.slab.views([(place.offset, place.num_bytes) for _, place in found])
+        ends = range(PREFIX_BYTES, len(stamps) + 1, PREFIX_BYTES)
+        lent = {
+            name: Borrow(name, view.toreadonly(), place.number, stamps[end - PREFIX_BYTES : end])
+            for (name, place), view, end in zip(found, views, ends, strict=True)
+        }
+        return [lent.get(name, GetStatus.MISS) for name in names]
 
     def still_valid(self, borrow: Borrow) -> bool:
         """Whether the slot's header is what it was. Reads the mapping only."""
         return bytes(borrow.view[:PREFIX_BYTES]) == borrow.stamp
 
 
-def _fits(header: Header, reservation: Reservation) -> bool:
+def _fits(reservation: Reservation) -> bool:
+    """Whether a slot holds the frame that it was reserved for."""
+    header = parse(reservation.view, known=reservation.meta)
+    if isinstance(header, Fault):
+        return False
     return header.meta == reservation.meta and header.frame_bytes == len(reservation.view)
 
 

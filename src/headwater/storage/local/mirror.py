@@ -6,6 +6,7 @@ may come from any thread; changes come one at a time (`attachment.py` holds a lo
 
 import heapq
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from headwater.core.page import PageName
@@ -104,14 +105,13 @@ class Mirror:
         """Numbers of slots of this size that seem free."""
         return list(self._free.get(slot_bytes, ()))
 
-    def next_free(self, slot_bytes: int) -> int | None:
-        """The number of a slot of this size that seems free; it is not offered again."""
-        free = self._free.get(slot_bytes)
-        if not free:
-            return None
-        number = next(iter(free))
-        del free[number]
-        return number
+    def next_free(self, slot_bytes: int, most: int) -> list[int]:
+        """Numbers of slots of this size that seem free; they are not offered again."""
+        free = self._free.get(slot_bytes, {})
+        numbers = list(islice(free, most))
+        for number in numbers:
+            del free[number]
+        return numbers
 
     def take(self, draft: Draft) -> None:
         """Replace everything. What is looked up meanwhile is as old or as new."""
@@ -137,39 +137,42 @@ class Mirror:
             heapq.heappush(self._dates, (expires_ms, name))
         return list(found)
 
-    def remember(self, page: Page) -> None:
-        """A page is live."""
-        self.places[page.name] = page.place
-        self.order.add(page.name, page.parent, page.priority, group=page.slot_bytes)
-        self._names[page.place.number] = page.name
-        self.expiring.pop(page.name, None)
-        if page.expires_ms:
-            self.expiring[page.name] = page.expires_ms
-            heapq.heappush(self._dates, (page.expires_ms, page.name))
+    def remember(self, pages: Sequence[PageRow]) -> None:
+        """Pages are live. Where two have one name, the last counts."""
+        self.places.update({row[0]: row[2] for row in pages})
+        self.order.add_all((row[0], row[1], row[4], row[3]) for row in pages)
+        self._names.update({row[2][0]: row[0] for row in pages})
+        if self.expiring:
+            for row in pages:
+                self.expiring.pop(row[0], None)
+        for row in pages:
+            if row[5]:
+                self.expiring[row[0]] = row[5]
+                heapq.heappush(self._dates, (row[5], row[0]))
 
     def remember_free(self, number: int, slot_bytes: int) -> None:
         """A slot is free."""
         self._free.setdefault(slot_bytes, {})[number] = None
 
-    def forget(self, number: int) -> None:
-        """A slot holds no page any more, and is not free; a page of the same name in another slot stays."""
-        free = self._free.get(self.classes.get(self._geometry.extent_of(number), 0))
-        if free is not None:
-            free.pop(number, None)
-        name = self._names.pop(number, None)
-        if name is not None:
-            place = self.places.get(name)
-            if place is not None and place.number == number:
-                del self.places[name]
-                self.expiring.pop(name, None)
-                self.order.remove(name)
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Slots hold no page any more, and are not free; a page of the same name in another slot stays."""
+        for number in numbers:
+            free = self._free.get(self.classes.get(self._geometry.extent_of(number), 0))
+            if free is not None:
+                free.pop(number, None)
+            name = self._names.pop(number, None)
+            if name is not None:
+                place = self.places.get(name)
+                if place is not None and place.number == number:
+                    del self.places[name]
+                    self.expiring.pop(name, None)
+                    self.order.remove(name)
 
     def set_class(self, extent: int, slot_bytes: int) -> None:
         """An extent is cut anew, or (0) not cut any more: what was known of its slots is forgotten."""
         before = self.classes.get(extent, 0)
         if before:
-            for number in self._geometry.numbers(extent, before):
-                self.forget(number)
+            self.forget(self._geometry.numbers(extent, before))
         if slot_bytes:
             self.classes[extent] = slot_bytes
         else:

@@ -19,14 +19,17 @@ import secrets
 import stat
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import StoreDamaged, StoreForked, StoreUnavailable
+from headwater.layout.frame import PREFIX_BYTES
 from headwater.storage.local import descriptors, directory
 from headwater.storage.local.directory import SLAB, Gate
 from headwater.storage.local.geometry import CONTROL_AT, SECTOR, Geometry
@@ -105,6 +108,18 @@ class Remains:
         descriptors.close(fd)
 
 
+class Rows:
+    """Places of one size at one distance: the first at `at`, `pitch` bytes from one to the next."""
+
+    def __init__(self, at: int, pitch: int, num_bytes: int, count: int) -> None:
+        self.at = at
+        self.pitch = pitch
+        self.num_bytes = num_bytes  # of each place that are meant
+        self.count = count
+        self.end = at + (count - 1) * pitch + num_bytes
+        self.item = np.dtype(f"V{num_bytes}")
+
+
 class Slab:
     """An open slab file. Not safe to close while another thread copies: `attachment.py` counts who is inside."""
 
@@ -127,6 +142,8 @@ class Slab:
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._range: GuardedRange | None = None
+        self._sectors = Rows(0, SECTOR, SECTOR, self.geometry.file_bytes // SECTOR)
+        self._prefixes = Rows(0, SECTOR, PREFIX_BYTES, self._sectors.count)
         _open.add(self)
 
     @classmethod
@@ -272,6 +289,13 @@ class Slab:
             raise StoreDamaged(f"{self.path} has no {num_bytes} bytes with an address at {offset}")
         return self._view[offset : offset + num_bytes]
 
+    def views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """`view` of many: (offset, bytes)."""
+        memory, end = self._view, self.geometry.file_bytes
+        if memory is None or any(not 0 <= offset <= end - num_bytes for offset, num_bytes in places):
+            raise StoreDamaged(f"{self.path} has no bytes with an address at one of {len(places)} places")
+        return [memory[offset : offset + num_bytes] for offset, num_bytes in places]
+
     @property
     def memory(self) -> memoryview | None:
         """The whole mapping, where there is one; who holds it keeps it mapped."""
@@ -331,6 +355,38 @@ class Slab:
         except OSError as error:
             raise StoreDamaged(f"cannot write to {self.path}: {error.strerror}") from error
 
+    def read_rows(self, rows: Rows, numbers: Sequence[int]) -> bytes:
+        """A copy of some of many places, back to back. Raises as `read`."""
+        self._require_rows(rows, numbers)
+        view = self._view
+        if view is not None:
+            return _as_array(view, rows)[numbers].tobytes()
+        if isinstance(numbers, range) and numbers:
+            raw = self.read(rows.at + numbers.start * rows.pitch, (len(numbers) - 1) * rows.pitch + rows.num_bytes)
+            return np.ndarray(len(numbers), rows.item, raw, 0, (rows.pitch,)).tobytes()
+        return b"".join([self.read(rows.at + number * rows.pitch, rows.num_bytes) for number in numbers])
+
+    def prefixes(self, offsets: Sequence[int]) -> bytes:
+        """The first bytes of slots, enough to see which page is in each, back to back. Only where `mapped`."""
+        return self.read_rows(self._prefixes, [offset // SECTOR for offset in offsets])
+
+    def write_rows(self, rows: Rows, numbers: Sequence[int], data: bytes) -> None:
+        """Copy bytes, back to back, into some of many places, one after the other; or the same bytes into all of them.
+
+        Raises as `write`.
+        """
+        self._require_rows(rows, numbers)
+        view, size = self._view, rows.num_bytes
+        if view is not None:
+            _as_array(view, rows)[numbers] = np.frombuffer(data, rows.item)
+            return
+        for i, number in enumerate(numbers):
+            self.write(rows.at + number * rows.pitch, data[i * size : (i + 1) * size] if len(data) > size else data)
+
+    def _require_rows(self, rows: Rows, numbers: Sequence[int]) -> None:
+        if numbers and not 0 <= min(numbers) <= max(numbers) < rows.count:
+            raise StoreDamaged(f"{self.path} has no {min(numbers)} to {max(numbers)} of {rows.count} places")
+
     def write_frame(self, offset: int, frame: memoryview, header_bytes: int) -> None:
         """Write a frame so that a crash at any point leaves no valid header over other bytes: wipe, payload, header."""
         self.wipe(offset)
@@ -345,6 +401,12 @@ class Slab:
         if offset < self.geometry.data_at:
             raise StoreDamaged(f"{self.path} has no slot at {offset}")
         self.write(offset, _ZEROS)
+
+    def wipe_all(self, offsets: Sequence[int]) -> None:
+        """`wipe` many."""
+        if offsets and min(offsets) < self.geometry.data_at:
+            raise StoreDamaged(f"{self.path} has no slot at {min(offsets)}")
+        self.write_rows(self._sectors, [offset // SECTOR for offset in offsets], _ZEROS)
 
     def sync(self) -> None:
         """Force written pages to the medium. Raises StoreDamaged if it cannot."""
@@ -406,6 +468,11 @@ class Slab:
         self._leaving.detach()
         fd, self.fd = self.fd, -1
         _close_all(self._lock_fd, fd)
+
+
+def _as_array(view: memoryview, rows: Rows) -> npt.NDArray[np.void]:
+    """For the moment: what is mapped must not be held longer than a call. One item is copied after the other."""
+    return np.ndarray(rows.count, rows.item, view[rows.at : rows.end], 0, (rows.pitch,))
 
 
 def _close_all(*fds: int) -> None:

@@ -19,7 +19,7 @@ from typing import ClassVar, Final, TypeVar
 from headwater.config import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
-from headwater.layout.frame import PREFIX_BYTES, Fault, Header, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
@@ -155,7 +155,9 @@ class LocalStore(Store):
                     at.slab.write_frame(slot.offset, frame, header.header_bytes)
                     written.append((i, slot))
                 self._sync(at, written)
-                statuses = self._publish(at, [(slot, pages[i][1]) for i, slot in written], deadline)
+                headers = [pages[i][1] for i, _ in written]
+                ready = [(slot, one.meta, one.frame_bytes) for (_, slot), one in zip(written, headers, strict=True)]
+                statuses = self._publish(at, ready, deadline)
                 self._sync(at, written)
             except BaseException:
                 at.give_back([slot for _, slot in slots], deadline)
@@ -340,20 +342,23 @@ class LocalStore(Store):
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def _publish(self, at: Attachment, written: Sequence[tuple[Slot, Header]], deadline: Deadline) -> list[PutStatus]:
+    def _publish(
+        self, at: Attachment, written: Sequence[tuple[Slot, PageMeta, int]], deadline: Deadline
+    ) -> list[PutStatus]:
         """Make written frames visible; slots of those that are not to be seen are wiped and given back."""
         if not written:
             return []
 
         def publish() -> list[PutStatus]:
             statuses = at.catalog.publish(written, at.owner)
-            at.catalog.give_back([slot for slot, _ in written], at.owner)  # those that were not published
+            unseen = [one[0] for one, status in zip(written, statuses, strict=True) if status is not PutStatus.STORED]
+            at.catalog.give_back(unseen, at.owner)
             return statuses
 
         try:
             return at.transact(publish, deadline)
         except IndexLocked:
-            at.give_back([slot for slot, _ in written], deadline)
+            at.give_back([slot for slot, _, _ in written], deadline)
             return [PutStatus.LATE] * len(written)
 
     # --- recency ------------------------------------------------------------------------------------------------------
@@ -361,7 +366,7 @@ class LocalStore(Store):
     def _touch(self, at: Attachment, name: PageName) -> None:
         place = at.catalog.mirror.places.get(name)
         if place is not None:
-            at.catalog.touch(place)
+            at.catalog.touch([place])
 
     def _flush_touches(self, at: Attachment) -> None:
         """Write recency in batches; never wait for it."""

@@ -16,12 +16,11 @@ Not here: what follows from records. The slab's size was checked by who calls.
 
 import enum
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from math import isfinite
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +41,7 @@ from headwater.storage.local.geometry import (
 )
 from headwater.storage.local.locks import MAX_OWNERS
 from headwater.storage.local.mirror import PageRow, Place
-from headwater.storage.local.slab import SEALED_BYTES, Slab
+from headwater.storage.local.slab import SEALED_BYTES, Rows, Slab
 
 _RECORD: Final = struct.Struct("<QQIIQQ40s40s32s16sIIQ")
 _COLUMNS: Final = np.dtype(
@@ -53,10 +52,16 @@ _COLUMNS: Final = np.dtype(
         "itemsize": RECORD_BYTES,
     }
 )
+_ROW: Final = np.dtype(  # a record, where there are many; as _RECORD
+    [
+        *(("check", "<u8"), ("generation", "<u8"), ("state", "<u4"), ("owner", "<u4"), ("slot_bytes", "<u8")),
+        *(("num_bytes", "<u8"), ("name", f"V{NAME_BYTES}"), ("parent", f"V{NAME_BYTES}"), ("identity", "V32")),
+        *(("tenant", "V16"), ("depth", "<u4"), ("valid_tokens", "<u4"), ("expires_ms", "<u8")),
+    ]
+)
 _USES: Final = np.dtype([("used_s", "<f8"), ("priority", "<f8"), ("hits", "<u8"), ("check", "<u8")])
 _PADDED: Final = struct.Struct(f"<QQIIQQ40s40s32s16sIIQ{RECORD_BYTES - 184}x")
 _USE: Final = struct.Struct("<ddQQ")
-_CHANGE: Final = struct.Struct("<II")
 _EXTENT: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
 _LEFT: Final = struct.Struct("<36sHH")
@@ -72,6 +77,9 @@ _CHUNK_SLOTS: Final = 4096
 _MAX_COUNT: Final = 1 << 62  # of changes or generations: never reached, so what says more is damaged
 _MAX_LABEL: Final = LABEL_BYTES - _LABEL.size
 
+
+RecordRows: TypeAlias = npt.NDArray[np.void]  # of _ROW
+UseRows: TypeAlias = npt.NDArray[np.void]  # of _USES
 
 _as_place = partial(tuple.__new__, Place)  # a hundred thousand of them: no Python call each
 
@@ -136,6 +144,9 @@ class Table:
         self.geometry: Geometry = slab.geometry
         self._salt = int.from_bytes(slab.header.store_id[:8], "little")
         self._mask = slab.geometry.num_changes - 1
+        num_slots = self.geometry.num_slots
+        self._records = Rows(self.geometry.records_at, RECORD_BYTES, _RECORD.size, num_slots)
+        self._uses = Rows(self.geometry.uses_at, USE_BYTES, USE_BYTES, num_slots)
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -162,6 +173,29 @@ class Table:
                 at = i * RECORD_BYTES
                 yield start + i, self._checked(start + i, fields, view[at + 8 : at + _RECORD.size])
 
+    def rows(self, numbers: Sequence[int]) -> tuple[RecordRows, npt.NDArray[np.bool_]]:
+        """`record` of many: what these slots hold, and of which of them that can be believed."""
+        raw, size = self.slab.read_rows(self._records, numbers), _RECORD.size
+        rows = np.frombuffer(raw, _ROW)
+        right: npt.NDArray[np.bool_] = rows["check"] == self._checks(raw, numbers, size, 8, size)
+        return rows, right & (rows["generation"] < _MAX_COUNT)
+
+    def set_rows(self, numbers: Sequence[int], rows: RecordRows) -> None:
+        """`set_record` of many, one after the other. Mutates `rows`: gives them their checksums."""
+        rows["check"] = self._checks(rows.tobytes(), numbers, _RECORD.size, 8, _RECORD.size)
+        self.slab.write_rows(self._records, numbers, rows.tobytes())
+
+    def _checks(self, raw: bytes, numbers: Sequence[int], pitch: int, start: int, end: int) -> npt.NDArray[np.uint64]:
+        """Checksums of raw[start:end] of each place."""
+        salt, begins = self._salt, range(0, pitch * len(numbers), pitch)
+        return np.array(
+            [
+                xxh3_64_intdigest(raw[at + start : at + end], seed=salt ^ number)
+                for at, number in zip(begins, numbers, strict=True)
+            ],
+            np.uint64,
+        )
+
     def _checked(self, number: int, fields: tuple[Any, ...], body: bytes | memoryview) -> Record | None:
         _, generation, state, owner, *page = fields
         if fields[0] != xxh3_64_intdigest(body, seed=self._salt ^ number) or generation >= _MAX_COUNT:
@@ -183,72 +217,60 @@ class Table:
         check = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
         self.slab.write(self.geometry.uses_at + number * USE_BYTES, body + check)
 
+    def uses(self, numbers: Sequence[int]) -> tuple[UseRows, npt.NDArray[np.bool_]]:
+        """`use` of many: when these slots' pages were used, and of which of them that is known."""
+        raw = self.slab.read_rows(self._uses, numbers)
+        uses = np.frombuffer(raw, _USES)
+        known: npt.NDArray[np.bool_] = uses["check"] == self._checks(raw, numbers, USE_BYTES, 0, 24)
+        return uses, known & np.isfinite(uses["used_s"]) & np.isfinite(uses["priority"])
+
+    def set_uses(self, numbers: Sequence[int], uses: UseRows) -> None:
+        """`set_use` of many. Mutates `uses`: gives them their checksums."""
+        uses["check"] = self._checks(uses.tobytes(), numbers, USE_BYTES, 0, 24)
+        self.slab.write_rows(self._uses, numbers, uses.tobytes())
+
+    def priorities(self, numbers: Sequence[int], now_s: float) -> npt.NDArray[np.float64]:
+        """The priority of what is in each slot; that of a page used now where it is not known."""
+        return _in_time(*self.uses(numbers), now_s)
+
+    def pages(self, numbers: Sequence[int], rows: RecordRows, priorities: npt.NDArray[np.float64]) -> list[PageRow]:
+        """The pages that these slots hold, whose records say that they do."""
+        generations, sizes, depths, expires_ms = (
+            rows[field].tolist() for field in ("generation", "slot_bytes", "depth", "expires_ms")
+        )
+        offsets = self.geometry.offsets(numbers, rows["slot_bytes"]).tolist()
+        places = zip(numbers, generations, offsets, rows["num_bytes"].tolist(), strict=True)
+        names = rows["name"].tolist()
+        parents = [name if depth else NO_PAGE for name, depth in zip(rows["parent"].tolist(), depths, strict=True)]
+        return list(
+            zip(names, parents, map(_as_place, places), sizes, priorities.tolist(), expires_ms, depths, strict=True)
+        )
+
     def survey(self, extent: int, slot_bytes: int, now_s: float) -> "Survey":
         """What all slots of an extent hold, each as it is when it is read: for who wants to know everything, fast.
 
         Uses count as not ahead of `now_s`.
         """
         numbers = self.geometry.numbers(extent, slot_bytes)
-        seeds = [self._salt ^ number for number in numbers]
-        raw = self.slab.read(self.geometry.records_at + numbers.start * RECORD_BYTES, len(numbers) * RECORD_BYTES)
-        ends = range(_RECORD.size, len(raw), RECORD_BYTES)
-        columns = np.frombuffer(raw, _COLUMNS)
-        checks = [xxh3_64_intdigest(raw[end - 176 : end], seed=seed) for end, seed in zip(ends, seeds, strict=True)]
-        right = columns["check"] == np.array(checks, np.uint64)
-        right &= (columns["slot_bytes"] == slot_bytes) & (columns["num_bytes"] <= slot_bytes)
-        right &= (columns["generation"] < _MAX_COUNT) & (columns["state"] <= max(RecordState))
-        states = np.where(right, columns["state"], len(RecordState))
-        live = states == RecordState.LIVE
-        at = np.flatnonzero(live)
-        first, offset = numbers.start, self.geometry.offset(numbers.start, slot_bytes)
-        generations = columns["generation"].tolist()
-        places = zip(
-            (first + at).tolist(),
-            columns["generation"][live].tolist(),
-            (offset + at * slot_bytes).tolist(),
-            columns["num_bytes"][live].tolist(),
-            strict=True,
-        )
-        begins = (at * RECORD_BYTES).tolist()
-        depths = columns["depth"][live].tolist()
-        pages: list[PageRow] = list(
-            zip(
-                [PageName(raw[begin + 40 : begin + 80]) for begin in begins],
-                [
-                    PageName(raw[begin + 80 : begin + 120]) if depth else NO_PAGE
-                    for begin, depth in zip(begins, depths, strict=True)
-                ],
-                map(_as_place, places),
-                repeat(slot_bytes),
-                self._priorities(numbers, seeds, now_s)[live].tolist(),
-                columns["expires_ms"][live].tolist(),
-                depths,
-            )
-        )
+        rows, right = self.rows(numbers)
+        right &= (rows["slot_bytes"] == slot_bytes) & (rows["num_bytes"] <= slot_bytes)
+        right &= rows["state"] < len(RecordState)
+        live = right & in_state(rows, RecordState.LIVE)
+        first = numbers.start
+        generations = rows["generation"].tolist()
+        pages = self.pages((first + np.flatnonzero(live)).tolist(), rows[live], self.priorities(numbers, now_s)[live])
         free, reserved = (
-            [(first + i, generations[i]) for i in np.flatnonzero(states == state).tolist()]
+            [(first + i, generations[i]) for i in np.flatnonzero(right & in_state(rows, state)).tolist()]
             for state in (RecordState.FREE, RecordState.RESERVED)
         )
         return Survey(slot_bytes, pages, free, reserved, (first + np.flatnonzero(~right)).tolist())
-
-    def _priorities(self, numbers: range, seeds: list[int], now_s: float) -> npt.NDArray[np.float64]:
-        """The priority of what is in each slot; that of a page used now where it is not known."""
-        raw = self.slab.read(self.geometry.uses_at + numbers.start * USE_BYTES, len(numbers) * USE_BYTES)
-        uses = np.frombuffer(raw, _USES)
-        begins = range(0, len(raw), USE_BYTES)
-        checks = [xxh3_64_intdigest(raw[at : at + 24], seed=seed) for at, seed in zip(begins, seeds, strict=True)]
-        known = (uses["check"] == np.array(checks, np.uint64)) & np.isfinite(uses["used_s"])
-        known &= np.isfinite(uses["priority"])
-        with np.errstate(invalid="ignore", over="ignore"):
-            in_time = uses["priority"] - np.maximum(uses["used_s"] - now_s, 0.0)
-        return np.where(known, in_time, now_s)
 
     def reserved_by(self, owners: Collection[int], extent: int, slot_bytes: int) -> list[tuple[int, Record]]:
         """The slots of an extent that these owners have reserved."""
         numbers = self.geometry.numbers(extent, slot_bytes)
         raw = self.slab.read(self.geometry.records_at + numbers.start * RECORD_BYTES, len(numbers) * RECORD_BYTES)
         columns = np.frombuffer(raw, _COLUMNS)
-        theirs = (columns["state"] == RecordState.RESERVED) & np.isin(columns["owner"], list(owners))
+        theirs = in_state(columns, RecordState.RESERVED) & np.isin(columns["owner"], list(owners))
         found = [(number, self.record(number)) for number in (numbers.start + np.flatnonzero(theirs)).tolist()]
         return [
             (number, record)
@@ -269,22 +291,38 @@ class Table:
 
     def tell(self, after: int, numbers: Iterable[int], extents: Iterable[int]) -> int:
         """Write the changes behind number `after` into the ring. Returns the count to set `newest` to."""
-        for entry in [*numbers, *(_EXTENT_CHANGED | extent for extent in extents)]:
-            after += 1
-            at = self.geometry.changes_at + (after & self._mask) * CHANGE_BYTES
-            self.slab.write(at, _CHANGE.pack(entry, _change_check(after, entry)))
-        return after
+        entries = np.array([*numbers, *(_EXTENT_CHANGED | extent for extent in extents)], np.uint64)
+        told = np.empty((len(entries), 2), "<u4")
+        told[:, 0] = entries
+        told[:, 1] = _change_checks(after + 1, entries)
+        done = 0
+        for at, num in self._in_ring(after + 1, len(entries)):
+            self.slab.write(at, told[done : done + num].tobytes())
+            done += num
+        return after + len(entries)
 
-    def change(self, count: int) -> tuple[int | None, int | None] | None:
-        """The slot, or the extent, that change number `count` is about; None if the ring has gone on, or is damaged."""
-        at = self.geometry.changes_at + (count & self._mask) * CHANGE_BYTES
-        entry, check = _CHANGE.unpack(self.slab.read(at, CHANGE_BYTES))
-        if check != _change_check(count, entry):
+    def changes(self, first: int, last: int) -> list[int] | None:
+        """What the changes from number `first` to `last` are about; None if the ring has gone on, or is damaged.
+
+        Numbers of slots; of an extent, as `changed_extent` knows it.
+        """
+        raw = b"".join([self.slab.read(at, num * CHANGE_BYTES) for at, num in self._in_ring(first, last + 1 - first)])
+        told = np.frombuffer(raw, "<u4").reshape(-1, 2)
+        entries = told[:, 0].astype(np.uint64)
+        extents = entries & np.uint64(_EXTENT_CHANGED) != 0
+        most = np.where(extents, _EXTENT_CHANGED + self.geometry.num_extents, self.geometry.num_slots)
+        if not ((told[:, 1] == _change_checks(first, entries)) & (entries < most)).all():
             return None
-        if entry & _EXTENT_CHANGED:
-            extent = entry ^ _EXTENT_CHANGED
-            return (None, extent) if extent < self.geometry.num_extents else None
-        return (entry, None) if entry < self.geometry.num_slots else None
+        numbers: list[int] = entries.tolist()
+        return numbers
+
+    def _in_ring(self, first: int, number: int) -> Iterator[tuple[int, int]]:
+        """Where so many entries of the ring lie, and how many side by side."""
+        while number:
+            at = first & self._mask
+            num = min(number, self._mask + 1 - at)
+            yield self.geometry.changes_at + at * CHANGE_BYTES, num
+            first, number = first + num, number - num
 
     @property
     def busy(self) -> bool:
@@ -375,5 +413,42 @@ class Table:
         return found
 
 
-def _change_check(count: int, entry: int) -> int:
-    return (entry * _SPREAD ^ count * 0x85EBCA6B ^ 0x5A5A5A5A) & 0xFFFFFFFF
+def changed_extent(entry: int) -> int | None:
+    """The extent that an entry of the ring is about; None: it is the number of a slot."""
+    return entry ^ _EXTENT_CHANGED if entry & _EXTENT_CHANGED else None
+
+
+def record_rows(state: RecordState, number: int) -> RecordRows:
+    """So many records of slots without a page, to be filled in."""
+    rows = np.zeros(number, _ROW)
+    rows["state"] = state.value
+    return rows
+
+
+def in_state(rows: RecordRows, state: RecordState) -> npt.NDArray[np.bool_]:
+    """Which records are in a state.
+
+    To compare an array with a member of an enum runs Python code of the enum inside of numpy, which takes what that
+    raises for an answer: an interrupt would be lost.
+    """
+    found: npt.NDArray[np.bool_] = rows["state"] == state.value
+    return found
+
+
+def use_rows(number: int) -> UseRows:
+    """So many uses, to be filled in."""
+    return np.zeros(number, _USES)
+
+
+def _in_time(uses: UseRows, known: npt.NDArray[np.bool_], now_s: float) -> npt.NDArray[np.float64]:
+    """Priorities of uses that are not ahead of the clock; of a use of now, where they are not known."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        in_time = uses["priority"] - np.maximum(uses["used_s"] - now_s, 0.0)
+    return np.where(known, in_time, now_s)
+
+
+def _change_checks(first: int, entries: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Of changes that are numbered from `first` on. What products lose above 64 bits is not in the 32 that count."""
+    counts = np.arange(first, first + len(entries), dtype=np.uint64)
+    mixed = entries * np.uint64(_SPREAD) ^ counts * np.uint64(0x85EBCA6B) ^ np.uint64(0x5A5A5A5A)
+    return mixed & np.uint64(0xFFFFFFFF)
