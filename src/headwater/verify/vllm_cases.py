@@ -7,12 +7,12 @@ problem as much as another token.
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from headwater.bench.vllm_client import Worker, WorkerFailed
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.verify.vllm_faults import Fault
 
 ROOM_BYTES: Final = 64 << 20
@@ -20,6 +20,9 @@ _PROMPT_BLOCKS: Final = 8
 _TAIL: Final = 5
 _ANSWER: Final = 24
 _BATCH: Final = 8
+_CROWD, _CROWD_BLOCKS = 16, 4
+_FILL, _FILL_AT_ONCE = 32, 8  # prompts that a small host tier does not hold
+_SMALL_BYTES: Final = 8 << 20
 _OPEN_S: Final = 600.0
 LOAD_S: Final = 2.0  # a load's deadline, and
 DEADLINE_S: Final = 60.0  # for a request whose load fails: that, what vLLM makes of it, and computing on a busy machine
@@ -38,6 +41,15 @@ class Kind:
     block_tokens: int
     overrides: Mapping[str, object]
     options: Mapping[str, object] = field(default_factory=dict)  # of vLLM
+    dtype: str = "float32"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether answers depend, in their last bits, on how many tokens are computed at once, and beside whom.
+
+        Then a prompt is compared with what vLLM alone answers with as much of it in its own cache, and batches are not.
+        """
+        return self.dtype != "float32"
 
 
 _SHAPE: Final[dict[str, object]] = {
@@ -46,27 +58,49 @@ _SHAPE: Final[dict[str, object]] = {
     "num_attention_heads": 4,
     "vocab_size": 1024,
 }
+_MLA: Final[dict[str, object]] = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 3,
+}
 KINDS: Final = {
     "gqa": Kind("gqa", "llama", 32, {**_SHAPE, "num_key_value_heads": 2}),
     "mla": Kind(
         "mla",
         "deepseek_v2",
         16,  # and a latent of 576 numbers: what vLLM's kernel for CPUs takes
-        {
-            **_SHAPE,
-            "num_key_value_heads": 4,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "first_k_dense_replace": 3,
-        },
+        _MLA,
         # That kernel of vLLM 0.32 for CPUs gives other values for one token than for several, with or without a
         # connector: nothing could be compared. This is vLLM's own switch to its plain implementation.
         {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
     ),
 }
+_ON_GPU: Final[dict[str, object]] = {"gpu_memory_utilization": 0.1, "max_num_batched_tokens": 2048}
+CUDA_KINDS: Final = {
+    "gqa": Kind("gqa", "llama", 32, KINDS["gqa"].overrides, {**_ON_GPU, "attention_backend": "TRITON_ATTN"}),
+    "gqa-bf16": Kind("gqa-bf16", "llama", 16, KINDS["gqa"].overrides, _ON_GPU, "bfloat16"),
+    "mla": Kind(  # kernels for GPUs take these heads
+        "mla",
+        "deepseek_v2",
+        64,
+        {**_MLA, "num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128},
+        _ON_GPU,
+        "bfloat16",
+    ),
+}
+
+
+def kinds_of(device: str) -> dict[str, Kind]:
+    """The models that are asked on a device. Raises InvalidConfig for another one."""
+    found = {"cpu": KINDS, "cuda": CUDA_KINDS}.get(device)
+    if found is None:
+        raise InvalidConfig(f"--device is cpu or cuda, not {device!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +139,11 @@ class Scene:
     kind: Kind
     places: Places
     model: Path
-    right: dict[str, list[list[int]]]
+    right: dict[str, list[list[list[int]]]]  # of each question, all answers that are right
     inject: bool = False
+    host_bytes: int = ROOM_BYTES
     disk_bytes: int = ROOM_BYTES
+    other: "Scene | None" = None  # the same model in another process, that has the same directories
     facts: dict[str, Any] = field(default_factory=dict)
 
     def prompt(self, seed: str, num_blocks: int = _PROMPT_BLOCKS, tail: int = _TAIL) -> list[int]:
@@ -135,11 +171,18 @@ class Scene:
     ) -> None:
         """An engine with these tiers, in place of the one before; without any: without a connector."""
         size = self.kind.block_tokens
-        engine = {"dtype": "float32", "block_size": size, "max_model_len": 24 * size, "num_gpu_blocks_override": 128}
+        engine = {
+            "dtype": self.kind.dtype,
+            "block_size": size,
+            "max_model_len": 24 * size,
+            "num_gpu_blocks_override": 128,
+        }
         setup: dict[str, object] = {
             "model": str(self.model),
             "engine": {**engine, **self.kind.options, **(options or {})},
         }
+        if load == "sync":
+            setup["engine"] = {**engine, **self.kind.options, **(options or {}), "async_scheduling": False}
         if tiers:
             setup["transfer"] = self._transfer(tiers, load)
         if (spoil or self.inject) and fault is None and tiers:
@@ -157,7 +200,7 @@ class Scene:
         }
         extra["look_timeout_s"] = 2.0  # others compute on this machine
         if "host" in tiers:
-            extra |= {"host_directory": str(places.host), "host_bytes": ROOM_BYTES}
+            extra |= {"host_directory": str(places.host), "host_bytes": self.host_bytes}
         if "disk" in tiers:
             extra |= {"disk_directory": str(places.disk), "disk_bytes": self.disk_bytes}
         if "pool" in tiers:
@@ -190,7 +233,7 @@ class Scene:
             for key, value in counted.items()
             if key.startswith("source ") and value
         }
-        equal = said["tokens"] == self.right.get(right)
+        equal = said["tokens"] in self.right.get(right, ())
         problem = wanted.get("problem") or ""
         if right not in self.right:
             problem = "there is nothing to compare with"
@@ -242,15 +285,39 @@ def _half(scene: Scene) -> list[int]:
     return scene.prompt("usual")[: _whole(scene) // 2] + scene.prompt("other half")
 
 
+def _many(scene: Scene) -> list[list[int]]:
+    """A crowd: all of it fits the device at once."""
+    return [scene.prompt(f"crowd {at}", num_blocks=_CROWD_BLOCKS) for at in range(_CROWD)]
+
+
+def _answers(scene: Scene, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """What vLLM alone answers; where that depends on it, with each number of blocks in its own cache."""
+    found = [scene.ask(*prompts)["tokens"]]
+    scene.settle()
+    if scene.kind.rounds:
+        (prompt,) = prompts
+        size = scene.kind.block_tokens
+        for num_blocks in range(1, (len(prompt) - 1) // size + 1):
+            scene.ask(prompt[: num_blocks * size + 1], max_tokens=1)
+            said = scene.ask(prompt)
+            if said["cached_tokens"] != [num_blocks * size]:
+                raise HeadwaterError(f"vLLM's own cache gave {said['cached_tokens']} tokens, not {num_blocks * size}")
+            found.append(said["tokens"])
+            scene.settle()
+    return found
+
+
 def _cold(scene: Scene) -> Case:
     """Ask everything without a connector; then the first time with one."""
     scene.open()
-    asked = {"usual": [scene.prompt("usual")], "eight": _eight(scene), "half": [_half(scene)]}
+    asked = {name: [scene.prompt(name)] for name in ("usual", "of two", "cut")} | {"half": [_half(scene)]}
+    if not scene.kind.rounds:
+        asked |= {"eight": _eight(scene), "crowd": _many(scene)}
     for name, prompts in asked.items():
-        scene.right[name] = scene.ask(*prompts)["tokens"]
-        scene.settle()
-    scene.right["three"] = scene.ask(*_three(scene), max_tokens=_long(scene))["tokens"]
-    if any(len(tokens) < _ANSWER for answers in scene.right.values() for tokens in answers):
+        scene.right[name] = _answers(scene, prompts)
+    if not scene.kind.rounds:
+        scene.right["three"] = [scene.ask(*_three(scene), max_tokens=_long(scene))["tokens"]]
+    if any(len(tokens) < _ANSWER for ways in scene.right.values() for answers in ways for tokens in answers):
         raise HeadwaterError("vLLM without a connector did not answer")
     scene.open("host", "disk", "pool")
     return scene.case("cold", scene.ask(*asked["usual"]), "usual", cached=0, hits={})
@@ -344,6 +411,89 @@ def _control(scene: Scene) -> Case:
     return scene.case("control", said, "usual", differ=True, cached=_whole(scene), hits={"host": _whole(scene)})
 
 
+def _crowd(scene: Scene) -> Case:
+    """Many prompts at once, computed and saved; then again, when nothing of them is on the device."""
+    scene.open("host")
+    prompts = _many(scene)
+    scene.ask(*prompts, max_tokens=1)
+    scene.settle()
+    said = scene.ask(*prompts)
+    num_tokens = _CROWD_BLOCKS * scene.kind.block_tokens
+    return scene.case("crowd", said, "crowd", cached=num_tokens, hits={"host": _CROWD * num_tokens})
+
+
+def _apart(scene: Scene, name: str, **changes: Any) -> Scene:
+    """The same scene with tiers of its own."""
+    places = scene.places
+    own = replace(places, host=places.host.with_name(f"{places.host.name}-{name}"), disk=places.disk / name)
+    return replace(scene, places=own, **changes)
+
+
+def _flipped(scene: Scene) -> Case:
+    """A bit in every page of the slab changes while the engine has it open: none may be served."""
+    scene = _apart(scene, "flipped")
+    scene.open("host")
+    scene.ask(scene.prompt("usual"))
+    scene.settle()
+    num_pages = scene.worker.ask("flip", timeout_s=_PATIENCE_S, directory=str(scene.places.host))["num_pages"]
+    said = scene.ask(scene.prompt("usual"), give_up_s=DEADLINE_S)
+    missed = sum(int(value) for key, value in said["counted"].items() if key.startswith(_MISSED) and "never" not in key)
+    problem = ""
+    if num_pages < _PROMPT_BLOCKS:
+        problem = f"only {num_pages} pages were there to be damaged"
+    elif said["counted"].get("external_prefix_cache_hits", 0) != _whole(scene):
+        problem = f"vLLM was not promised the whole prompt once: {said['counted']}"
+    elif missed < _whole(scene):
+        problem = f"{_whole(scene) - missed} tokens of damaged pages were taken: {said['counted']}"
+    return scene.case("flipped bits in the slab", said, "usual", problem=problem)
+
+
+def _full(scene: Scene) -> Case:
+    """More than the host tier holds: what it let go of comes from the disk."""
+    scene = _apart(scene, "full", host_bytes=_SMALL_BYTES, disk_bytes=2 * ROOM_BYTES)
+    scene.open("host", "disk")
+    scene.ask(scene.prompt("usual"), max_tokens=1)
+    scene.settle()
+    fill = [scene.prompt(f"fill {at}") for at in range(_FILL)]
+    for at in range(0, _FILL, _FILL_AT_ONCE):
+        scene.ask(*fill[at : at + _FILL_AT_ONCE], max_tokens=1)
+        scene.settle()
+    said = scene.ask(scene.prompt("usual"))
+    return scene.case("host full, disk behind it", said, "usual", cached=_whole(scene), hits={"disk": _whole(scene)})
+
+
+def _two(scene: Scene) -> Case:
+    """Two engines at once, in two processes: each loads what the other one saved."""
+    name, other = "two engines, one slab", scene.other
+    if other is None:
+        return scene.skipped(name, "there is no other process")
+    other.open("host")
+    scene.open("host")
+    mine = scene.ask(scene.prompt("usual"))
+    found = scene.case(name, mine, "usual", cached=_whole(scene), hits={"host": _whole(scene)})
+    if found.problem:
+        return found
+    scene.ask(scene.prompt("of two"), max_tokens=1)
+    scene.settle()
+    said = other.ask(other.prompt("of two"))
+    return other.case(name, said, "of two", cached=_whole(scene), hits={"host": _whole(scene)})
+
+
+def _killed(scene: Scene) -> Case:
+    """The other process gets SIGKILL while it saves; a new engine finds what was saved, and nothing wrong."""
+    name, other = "killed while it saves", scene.other
+    if other is None:
+        return scene.skipped(name, "there is no other process")
+    other.ask(other.prompt("cut"), max_tokens=1)
+    other.worker.kill()
+    scene.open("host")
+    cut = scene.case(name, scene.ask(scene.prompt("cut")), "cut")
+    if cut.problem:
+        return cut
+    said = scene.ask(scene.prompt("usual"))
+    return scene.case(name, said, "usual", cached=_whole(scene), hits={"host": _whole(scene)})
+
+
 Cases = Mapping[str, Callable[[Scene], Case]]
 
 FIRST: Final[Cases] = {  # what runs in the first process, in order
@@ -362,8 +512,14 @@ FIRST: Final[Cases] = {  # what runs in the first process, in order
     "sync load": lambda scene: _tier(scene, "sync load", "host", "host", load="sync"),
     "chunked prefill": _chunked,
     "preemption": _preempted,
+    "crowd": _crowd,
+    "flipped bits in the slab": _flipped,
+    "host full, disk behind it": _full,
     "control": _control,
 }
+BATCHES: Final = ("batch of 8", "chunked prefill", "preemption", "crowd")  # not compared where rounding depends on it
+BOTH: Final[Cases] = {"two engines, one slab": _two}  # with both processes, then
+KILLED: Final[Cases] = {"killed while it saves": _killed}  # the first is killed, while it has one engine open
 LATER: Final[Cases] = {  # and in the second, when the first is gone
     "restarted process": lambda scene: _tier(scene, "restarted process", "host", "host", "disk"),
     "pool from another process": lambda scene: _tier(scene, "pool from another process", "p2p", "pool"),

@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.config import cache_directory
 from headwater.core.errors import InvalidConfig
 from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
 from headwater.integrations.vllm.counted import Counted
@@ -39,7 +38,7 @@ from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.integrations.vllm.settings import AUTO_LAYOUT, LoadMode, OnFailure, read_config
 from headwater.integrations.vllm.stats import HeadwaterProm, HeadwaterStats, kv_events, stats_of
-from headwater.integrations.vllm.weights import weights_digest
+from headwater.integrations.vllm.weights import remembered, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,7 +128,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         model = config.model_config
         identity = rank_identity(
             architecture=",".join(model.architectures),
-            weights=weights_digest(checkpoint_directory(config), cache_directory() / "weights.json"),
+            weights=weights_digest(checkpoint_directory(config), remembered()),
             model_config=model.hf_config.to_dict(),
             engine=engine_facts(config, self._kv_cache_config, version=vllm.__version__),
             tensors=device.facts,
