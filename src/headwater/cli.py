@@ -517,7 +517,7 @@ def bench_vllm(
 
 
 def _keep_in(directory: Path | None) -> Callable[[str, Mapping[str, Any]], None]:
-    """Write what was measured so far into a file of its own, and say that there is more."""
+    """Write what was measured so far into a file of its own; without a directory, say it."""
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -525,8 +525,8 @@ def _keep_in(directory: Path | None) -> Callable[[str, Mapping[str, Any]], None]
         if directory is not None:
             _write_json(directory / f"vllm-{name}.json", found)
         stage = list(found)[-1]
-        errors = draw.errors()
-        errors.print(Text(f"{name}: {stage} {json.dumps(found[stage])}"), soft_wrap=True, highlight=False)
+        said = "" if directory is not None else f" {json.dumps(found[stage])}"
+        draw.errors().print(Text(f"{name}: {stage}{said}"), soft_wrap=True, highlight=False)
 
     return keep
 

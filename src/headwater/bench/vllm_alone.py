@@ -44,6 +44,7 @@ _UP_S: Final = 240.0
 _ANSWER_S: Final = 120.0
 _EMPTY_S: Final = 10.0
 _REST_S: Final = 3.0
+_ABOUT: Final = ("vllm", "torch", "gpu", "num_blocks", "block_tokens", "layout")
 _LEAST_S: Final = 3.0  # a stage is begun only with so much time left
 _MODEL_BYTES: Final = 20 << 30
 _NOTES: Final = {
@@ -57,7 +58,8 @@ _NOTES: Final = {
     "crowd": "prompts at once after the device was emptied, until the last token of each; share: of shared tokens",
     "decode": "ms per token of running requests: alone, while others hit, while others are computed and saved",
     "fresh": "prompts that nobody has seen, several at a time: tokens per second, prompts and answers",
-    "ratios": "of ours: to vLLM alone, and to the better of the others that were measured",
+    "ratios": "of ours: to vLLM alone (to_plain_alone: to its running requests with nobody beside them), and to the "
+    "better of the others; cost_ms: of a hit, above a local hit of vLLM alone",
     "tokens_equal": "no hit differed from a local hit in any bit, nor a computed prompt from vLLM alone",
 }
 
@@ -83,7 +85,7 @@ class Options:
     running: int = 8
     running_prompt: int = 512
     running_answer: int = 384
-    others: int = 12
+    others: int = 24
     others_tokens: int = 4096
     others_width: int = 2
     fresh: int = 48
@@ -418,7 +420,7 @@ def _contend(
             one.found |= {
                 "start_s": start_s,
                 "engine_start_s": up["engine_start_s"],
-                "about": {name: up[name] for name in ("vllm", "torch", "num_blocks")},
+                "about": {name: up[name] for name in _ABOUT},
             }
             played = _Run(worker, options, limits.share(start_s))
             first = played.one(prompt_of("first", _FIRST_TOKENS), _FIRST_ANSWER)

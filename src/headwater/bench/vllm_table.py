@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Summary = Mapping[str, Any]
-_MORE_IS_BETTER: Final = ("tokens_per_s", "share")
+_MORE_IS_BETTER: Final = "tokens_per_s"
+_NO_RATIO: Final = ("spare_s",)
 _KEPT: Final = ("start_s", "engine_start_s", "first_ms", "spare_s")
 
 
@@ -48,7 +49,11 @@ def ratios_of(summaries: Mapping[str, Summary], *, ours: str, plain: str) -> dic
     peers = [_medians(one) for name, one in summaries.items() if name not in (ours, plain)]
     found: dict[str, dict[str, float]] = {}
     for name, value in mine.items():
+        if name in _NO_RATIO or name.endswith("share"):
+            continue
         row = {}
+        if name.startswith("decode_") and (alone := base.get(f"decode_alone_p{name.rpartition('_p')[2]}")):
+            row["to_plain_alone"] = _rounded(value / alone)  # nobody beside them
         if base.get(name):
             row["to_plain"] = _rounded(value / base[name])
         others = [peer[name] for peer in peers if peer.get(name)]

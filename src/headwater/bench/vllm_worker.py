@@ -149,11 +149,15 @@ class Engine:
         import torch
         import vllm
 
+        cache = self._engine.vllm_config.cache_config
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "num_threads": torch.get_num_threads(),
-            "num_blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "num_blocks": cache.num_gpu_blocks,
+            "block_tokens": cache.block_size,
+            "layout": str(getattr(cache, "kv_cache_layout", None)),
             "engine_start_s": self._start_s,
         }
 
