@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 bundle=${VLLM_BUNDLE:-$HOME/v}
 out=${OUT:-$PWD/build/h200-vllm}
 models=${BENCH_MODELS:-/dev/shm/headwater-models}
-seconds=${BENCH_SECONDS:-350}
+seconds=${BENCH_SECONDS:-365}
 mkdir -p "$out"
 export PYTHONPATH="$PWD/src:$bundle/site${PYTHONPATH:+:$PYTHONPATH}"
 export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-${TMPDIR:-/tmp}/headwater-vllm-cache} VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO}
@@ -56,7 +56,7 @@ case ${1:-all} in
   # shellcheck disable=SC2086  # they are several words
   bench) bench "$seconds" vllm ${BENCH_ARGS:-} ;;
   # shellcheck disable=SC2086
-  mla) bench "${BENCH_SECONDS:-150}" vllm-mla --shape mla --contenders none,ours --lengths 2048,8192,32768 --repeats 3 --no-warm \
+  mla) bench "${BENCH_SECONDS:-150}" vllm-mla --shape mla --contenders none,ours --lengths 2048,8192,32768 --repeats 3 \
     --crowds 16 --running 0 --load-when pays ${BENCH_ARGS:-} ;;
   verify) verify ;;
   # shellcheck disable=SC2086

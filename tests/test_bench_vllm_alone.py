@@ -61,7 +61,7 @@ class Engine:
     def rest(self, within_s=20.0):
         return dict(quiet=True)
 
-    def empty(self, within_s):
+    def empty(self, rest_s, within_s):
         if "keeps" not in self.traits:
             self.local = []
         return dict(reset="keeps" not in self.traits)

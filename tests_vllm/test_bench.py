@@ -28,7 +28,7 @@ def test_a_small_run_of_each_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from headwater.cli import app; app()", "bench", "vllm", "--course", "alone"]
     command += ["--shape", "tiny", "--lengths", "256", "--repeats", "1", "--crowds", "3", "--crowd-tokens", "256"]
     command += ["--running", "2", "--answer", "48", "--beside", "256", "--fresh", "2", "--room-gib", "0.25"]
-    command += ["--contenders", "none,ours", "--no-warm", "--seconds", "350", "--out", str(tmp_path), "--json"]
+    command += ["--contenders", "none,ours", "--seconds", "350", "--out", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, timeout=380)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     found = json.loads(done.stdout)

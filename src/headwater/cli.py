@@ -441,14 +441,14 @@ def bench_vllm(
     crowd_tokens: Annotated[int, typer.Option(help="Alone: shared tokens of each, and of fresh prompts.")] = 2048,
     running: Annotated[int, typer.Option(help="Alone: requests that run beside others; 0: none.")] = 8,
     beside: Annotated[int, typer.Option(help="Alone: shared tokens of those others.")] = 4096,
-    fresh: Annotated[int, typer.Option(help="Alone: prompts that nobody has seen, three times; 0: none.")] = 48,
+    fresh: Annotated[int, typer.Option(help="Alone: prompts that nobody has seen, three times; 0: none.")] = 32,
     answer: Annotated[int, typer.Option(help="Alone: tokens that a running request computes.")] = 384,
     room_gib: Annotated[float, typer.Option(help="Alone: host memory of each connector.")] = 24.0,
     load_when: Annotated[
         str, typer.Option(help="Alone: always, to see what a hit costs; pays is our connector's default.")
     ] = "always",
     disk: Annotated[bool, typer.Option("--disk", help="Alone: ours has a disk tier, too.")] = False,
-    warm: Annotated[bool, typer.Option(help="Alone: start an engine that does not count, first.")] = True,
+    warm: Annotated[bool, typer.Option("--warm", help="Alone: start an engine that does not count, first.")] = False,
     models: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Alone: keep weights there for the next run.")
     ] = None,

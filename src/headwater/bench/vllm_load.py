@@ -21,10 +21,10 @@ _PAUSE_S: Final = 0.02
 class LoadedEngine(Engine):
     """The same engine, with more than one request at a time."""
 
-    def empty(self, within_s: float) -> dict[str, Any]:
+    def empty(self, rest_s: float, within_s: float) -> dict[str, Any]:
         """Let saves end, then empty vLLM's own prefix cache; it refuses while somebody still holds blocks."""
         give_up_s = time.monotonic() + within_s
-        self.rest(within_s / 2)
+        self.rest(rest_s)
         while not self._llm.reset_prefix_cache():
             if time.monotonic() > give_up_s:
                 return {"reset": False}
