@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import vllm_alone, vllm_models
+from headwater.bench import vllm_alone, vllm_models, vllm_stages
 from headwater.bench.vllm_client import Worker, WorkerFailed, engine_settings
 from headwater.bench.vllm_contenders import OURS, PLAIN, Contender, open_contender
 from headwater.bench.vllm_table import ratios_of, summary_of, table_of
@@ -89,8 +89,8 @@ TIMES = {
 SOURCES = str(Path(vllm_alone.__file__).parents[2])
 
 
-def options(**more: Any) -> vllm_alone.Options:
-    return vllm_alone.Options(
+def options(**more: Any) -> vllm_stages.Options:
+    return vllm_stages.Options(
         **{
             "python": sys.executable,
             "device": "cpu",

@@ -24,8 +24,9 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.vllm_kills import Report, Tally
 from headwater.verify import vllm as verify_vllm
-from headwater.verify.vllm_cases import BOTH, FIRST, KILLED, KINDS, LATER, Case, Kind, Places, Scene, kinds_of
+from headwater.verify.vllm_cases import BOTH, FIRST, KILLED, LATER
 from headwater.verify.vllm_faults import Fault, FaultyStore
+from headwater.verify.vllm_scene import KINDS, Case, Kind, Places, Scene, kinds_of
 
 RIGHT = list(range(100, 124))
 ROOT = BlockKey(bytes(32))

@@ -460,7 +460,7 @@ def bench_vllm(
     as_json: Json = False,
 ) -> None:
     """Time to the first token in a real vLLM over shared prefixes, beside other connectors; and the cost of no hits."""
-    from headwater.bench import vllm, vllm_alone, vllm_contenders
+    from headwater.bench import vllm, vllm_alone, vllm_contenders, vllm_stages
 
     course = course or ("alone" if device == "cuda" else "turns")
     if course not in ("turns", "alone") or (course == "turns" and device != "cpu"):
@@ -468,10 +468,10 @@ def bench_vllm(
     names = tuple(vllm_alone.ALIASES.get(name, name) for name in contenders.split(",")) if contenders else None
     interpreter = python if python is not None else sys.executable
     if course == "alone":
-        options = vllm_alone.Options(
+        options = vllm_stages.Options(
             python=interpreter,
             device=device,
-            contenders=names or vllm_alone.NAMES,
+            contenders=names or vllm_stages.NAMES,
             lmcache=lmcache,
             shape=shape or ("8b" if device == "cuda" else "medium"),
             models=models,

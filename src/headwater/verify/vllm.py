@@ -27,22 +27,8 @@ from headwater.core.errors import InvalidConfig, StoreUnavailable
 from headwater.engine.make_model import make_model
 from headwater.pool.redis import redis_server
 from headwater.storage.scratch import disk_root, memory_root
-from headwater.verify.vllm_cases import (
-    BATCHES,
-    BOTH,
-    DEADLINE_S,
-    FIRST,
-    KILLED,
-    LATER,
-    LOAD_S,
-    ROOM_BYTES,
-    Case,
-    Cases,
-    Kind,
-    Places,
-    Scene,
-    kinds_of,
-)
+from headwater.verify.vllm_cases import BATCHES, BOTH, DEADLINE_S, FIRST, KILLED, LATER, Cases
+from headwater.verify.vllm_scene import LOAD_S, ROOM_BYTES, Case, Kind, Places, Scene, kinds_of
 
 _UP_S: Final = 600.0
 _NOTES: Final = {

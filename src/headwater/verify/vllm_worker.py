@@ -16,6 +16,7 @@ from headwater.bench.vllm_worker import Engine
 from headwater.verify.vllm_faults import Fault, FaultyStore, flip_pages, sabotage
 
 _SETTLE_S: Final = 30.0
+_RESETS: Final = 5
 _SOURCE: Final = "vllm:prompt_tokens_cached_by_source"
 _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS: Final = "vllm:num_preemptions"
@@ -121,8 +122,11 @@ class Stage:
 
     def settle(self) -> dict[str, Any]:
         """Let everything come to rest, then empty vLLM's own prefix cache."""
-        settled = self._here.settle()
-        return {"settled": settled, **self._here.reset()}
+        for _ in range(_RESETS):  # vLLM may hear of the last blocks a step later, where steps overlap
+            said = {"settled": self._here.settle(), **self._here.reset()}
+            if said["reset"] or not said["settled"]:
+                break
+        return said
 
     @property
     def _here(self) -> Proven:
