@@ -29,7 +29,7 @@ bench() {  # seconds, folder, options
   local limit=$1 where=$2
   shift 2
   # The limit of timeout is for what hangs: the benchmark itself ends by its own.
-  timeout --kill-after 5 $((limit + 40)) python3 -c 'from headwater.cli import app; app()' bench vllm --device cuda \
+  timeout --kill-after 20 $((limit + 40)) python3 -c 'from headwater.cli import app; app()' bench vllm --device cuda \
     --lmcache "$bundle/peer" --models "$models" --room-gib "$room" --seconds "$limit" --out "$out/$where" --json "$@" \
     > "$out/$where.json" 2> "$out/$where.err"
   local code=$?
@@ -41,7 +41,7 @@ bench() {  # seconds, folder, options
 verify() {
   local kind worst=0
   for kind in ${VERIFY_KINDS:-gqa-bf16 gqa mla}; do
-    timeout --kill-after 5 "${VERIFY_SECONDS:-150}" python3 -c 'from headwater.cli import app; app()' verify --vllm \
+    timeout --kill-after 20 "${VERIFY_SECONDS:-150}" python3 -c 'from headwater.cli import app; app()' verify --vllm \
       --device cuda --only "$kind" --out "$out/verify-$kind.part.json" --json \
       > "$out/verify-$kind.json" 2> "$out/verify-$kind.err"
     local code=$?

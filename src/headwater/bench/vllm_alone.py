@@ -35,6 +35,7 @@ ALIASES: Final = {"none": PLAIN, "ours": OURS, "offload": "offloading"}
 _MODULE: Final = "headwater.bench.vllm_load"
 _FIRST_TOKENS, _FIRST_ANSWER = 69, 4
 _UP_S: Final = 240.0
+_START_S: Final = 22.0  # what a start takes on a GPU, about
 _ABOUT: Final = ("vllm", "torch", "gpu", "num_blocks", "block_tokens", "layout")
 _MODEL_BYTES: Final = 20 << 30
 _NOTES: Final = {
@@ -63,8 +64,8 @@ class _Time:
     until_s: float
     num_later: int
 
-    def share(self, start_s: float) -> float:
-        """Until when one that is up may go on, if the others start as long as it did."""
+    def share(self, start_s: float = _START_S) -> float:
+        """Until when one may go on, if those behind it take so long to start; the first takes longer than they will."""
         now_s = time.monotonic()
         return now_s + (self.until_s - now_s - self.num_later * start_s) / (self.num_later + 1)
 
@@ -167,13 +168,12 @@ def _contend(
         )
         try:
             up = worker.wait_up(min(_UP_S, limits.share(0.0) - begin_s))
-            start_s = time.monotonic() - begin_s
             one.found |= {
-                "start_s": start_s,
+                "start_s": time.monotonic() - begin_s,
                 "engine_start_s": up["engine_start_s"],
                 "about": {name: up[name] for name in _ABOUT},
             }
-            played = Run(worker, options, limits.share(start_s))
+            played = Run(worker, options, limits.share())
             first = played.one(prompt_of("first", _FIRST_TOKENS), _FIRST_ANSWER)
             one.found["first_ms"] = first["seconds"] * 1e3
             keep()
