@@ -103,7 +103,9 @@ def traits(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """What is wrong with whom; made-up engines in the place of vLLM."""
     found: dict[str, tuple[str, ...]] = {}
 
-    def start(contender: Contender, *, python: str, setup: Mapping[str, Any], threads: int, log: Path) -> Worker:
+    def start(
+        contender: Contender, *, python: str, setup: Mapping[str, Any], threads: int, log: Path, **more: Any
+    ) -> Worker:
         return fake(contender.name, log, *found.get(contender.name, ()))
 
     monkeypatch.setattr(vllm, "start_worker", start)
@@ -222,7 +224,7 @@ def test_without_vllm_it_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"contenders": ("redis",)}, {"lengths": (100,)}, {"lengths": ()}, {"rounds": 0}, {"pairs": -1}, {"shape": "8b"}],
+    [{"contenders": ("redis",)}, {"lengths": (100,)}, {"lengths": ()}, {"rounds": 0}, {"pairs": -1}, {"shape": "9b"}],
 )
 def test_what_cannot_be_measured_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
@@ -257,7 +259,7 @@ def test_workers_run_this_package_wherever_they_run() -> None:
     assert SOURCES in start
     assert "'/peer'" in start
     assert json.loads(setup) == {"kv_gib": 1}
-    assert os.path.samefile(vllm_client._SOURCES, SOURCES)
+    assert os.path.samefile(vllm_client.SOURCES, SOURCES)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import mmap
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from headwater.bench.vllm_client import WorkerFailed
 from headwater.cli import app
+from headwater.core.errors import InvalidConfig
 from headwater.core.events import Event, Instruction, JobDone, Save
 from headwater.core.keys import BlockKey
 from headwater.storage.base import Deadline, GetStatus, PutStatus
@@ -22,8 +24,9 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.vllm_kills import Report, Tally
 from headwater.verify import vllm as verify_vllm
-from headwater.verify.vllm_cases import FIRST, KINDS, LATER, Case, Places, Scene
+from headwater.verify.vllm_cases import BOTH, FIRST, KILLED, LATER
 from headwater.verify.vllm_faults import Fault, FaultyStore
+from headwater.verify.vllm_scene import KINDS, Case, Kind, Places, Scene, kinds_of
 
 RIGHT = list(range(100, 124))
 ROOT = BlockKey(bytes(32))
@@ -38,6 +41,12 @@ class Fake:
         self.opened: dict[str, Any] = {}
         self.asked: list[list[int]] = []
         self.known: list[list[int]] = []
+        self.flipped = False
+        self.killed = False
+
+    def kill(self) -> None:
+        """It is gone."""
+        self.killed = True
 
     def ask(self, do: str, *, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         """Answer a command."""
@@ -45,12 +54,18 @@ class Fake:
 
     def _open(self, setup: dict[str, Any], fault: str | None, num_good: int) -> dict[str, Any]:
         self.opened = {**setup, "fault": fault, "num_good": num_good}
+        self.flipped = False
         self.local: list[list[int]] = []
         return {"prefix_caching": True, "chunked_prefill": True}
 
     def _settle(self) -> dict[str, bool]:
         self.local = []
         return {"settled": "restless" not in self.wrong, "reset": True}
+
+    def _flip(self, directory: str) -> dict[str, int]:
+        assert directory == self.opened["transfer"]["kv_connector_extra_config"]["host_directory"]
+        self.flipped = True
+        return {"num_pages": 8}
 
     def _stats(self) -> dict[str, bool]:
         return {"up": True}
@@ -64,6 +79,7 @@ class Fake:
         for prompt in prompts:
             device, stored = (_shared(prompt, kept, size) for kept in (self.local, self.known))
             source = "disk" if extra and not extra["host_directory"] else "host"
+            source = "disk" if extra and extra.get("host_bytes") == 8 << 20 else source
             source = "host" if self.wrong == "elsewhere" else source
             source = "p2p" if extra and extra.get("pool") and not extra["host_directory"] else source
             hit = stored if extra else 0
@@ -82,6 +98,9 @@ class Fake:
             counted["external_prefix_cache_hits"] = cached[0]
             if self.wrong != "healthy":
                 counted['headwater miss_tokens_total{reason="failed"}'] = cached[0] - size * self.opened["num_good"]
+        if self.flipped:
+            counted["external_prefix_cache_hits"] = cached[0]
+            counted['headwater miss_tokens_total{reason="bad"}'] = 0 if self.wrong == "blind" else cached[0]
         if "num_gpu_blocks_override" in self.opened["engine"] and self.opened["engine"]["num_gpu_blocks_override"] < 20:
             counted |= {} if self.wrong == "roomy" else {"num_preemptions": 1, LOADED: 1}
         self.local += prompts
@@ -105,16 +124,19 @@ def _shared(prompt: list[int], kept: list[list[int]], size: int) -> int:
     return max(map(common, kept), default=0)
 
 
-def _play(wrong: str = "", *, inject: bool = False) -> dict[str, Case]:
-    fake = Fake(wrong)
+def _play(wrong: str = "", *, inject: bool = False, kind: Kind = KINDS["gqa"]) -> dict[str, Case]:
+    fake, first = Fake(wrong), Fake()
+    first.known = fake.known = []
     places = Places(host=Path("host"), disk=Path("disk"), pool="redis://x")
-    scene = Scene(fake, KINDS["gqa"], places, Path("model"), {}, inject=inject)  # type: ignore[arg-type]
+    scene = Scene(fake, kind, places, Path("model"), {}, inject=inject)  # type: ignore[arg-type]
+    other = Scene(first, kind, places, Path("model"), scene.right, inject=inject)  # type: ignore[arg-type]
     found = {}
-    for name, check in {**FIRST, **LATER}.items():
+    for name, check in {**FIRST, **BOTH, **KILLED, **LATER}.items():
         try:
-            found[name] = check(scene)
+            found[name] = check(replace(scene, other=other) if name in (*BOTH, *KILLED) else scene)
         except WorkerFailed as error:
             found[name] = Case(model="gqa", case=name, problem=str(error))
+    assert first.killed
     return found
 
 
@@ -124,15 +146,36 @@ def test_all_is_well_where_everything_is_as_it_should_be() -> None:
     assert cases["host"].hits == {"host": 256}
     assert cases["disk"].hits == {"disk": 256}
     assert cases["pool from another process"].hits == {"p2p": 256}
+    assert cases["crowd"].hits == {"host": 16 * 128}
+    assert cases["host full, disk behind it"].hits == {"disk": 256}
+    assert cases["two engines, one slab"].hits == {"host": 256}
+
+
+def test_rounding_is_compared_with_every_number_of_blocks_in_vllm_s_own_cache() -> None:
+    kind = kinds_of("cuda")["gqa-bf16"]
+    assert kind.rounds
+    cases = _play(kind=kind)
+    alone = ("cold", "host", "disk", "flipped bits in the slab", "two engines, one slab", "killed while it saves")
+    assert [name for name in alone if cases[name].problem] == []
+    assert _play("tokens", kind=kind)["host"].problem == "other tokens"
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="cpu or cuda"):
+        kinds_of("tpu")
+    with pytest.raises(InvalidConfig, match="no model moe on cuda; there are: gqa, gqa-bf16, mla"):
+        verify_vllm.run(python="nowhere", device="cuda", kinds=("moe",))
 
 
 @pytest.mark.parametrize(
     ("wrong", "seen"),
     [
+        ("tokens", {"crowd", "two engines, one slab", "killed while it saves"}),
         ("tokens", {"host", "disk", "batch of 8", "sync load", "chunked prefill", "restarted process"}),
         ("uncached", {"local hit", "host", "disk", "batch of 8", "chunked prefill", "restarted process", "control"}),
         ("deaf", {"control"}),
-        ("elsewhere", {"disk"}),
+        ("elsewhere", {"disk", "host full, disk behind it"}),
+        ("blind", {"flipped bits in the slab"}),
         ("healthy", {"load fails half-way, sync", "load hangs half-way, async", "damaged pages, async"}),
         ("endless", {"load fails half-way, sync", "load fails half-way, async", "load hangs half-way, async"}),
         ("roomy", {"preemption"}),
@@ -143,7 +186,7 @@ def test_all_is_well_where_everything_is_as_it_should_be() -> None:
 def test_what_is_wrong_is_seen_in_the_cases_that_it_touches(wrong: str, seen: set[str]) -> None:
     bad = {name for name, case in _play(wrong).items() if case.problem}
     assert seen <= bad
-    if wrong in ("deaf", "elsewhere", "roomy", "whole"):
+    if wrong in ("deaf", "blind", "elsewhere", "roomy", "whole"):
         assert bad == seen
 
 

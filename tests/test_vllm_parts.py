@@ -471,3 +471,49 @@ def test_steps_are_timed_from_outside() -> None:
     pacer.ended()
     pacer.ended()
     assert heard == []
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def _layered(*backends: Any, device: str = "cuda", block: int = 16, said: bool = False) -> Any:
+    layers = {
+        f"layer.{at}": SimpleNamespace(get_attn_backend=lambda one=one: one, get_kv_cache_spec=lambda _: None)
+        for at, one in enumerate(backends)
+    }
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(block_size=block, user_specified_block_size=said),
+        compilation_config=SimpleNamespace(static_forward_context={**layers, "rope": object()}),
+    )
+
+
+def _reads(layouts: tuple[str, ...] | None, *sizes: Any) -> Any:
+    names = None if layouts is None else tuple(SimpleNamespace(name=name) for name in layouts)
+    return SimpleNamespace(
+        supported_kv_cache_layouts=lambda: names, get_supported_kernel_block_sizes=lambda spec: list(sizes)
+    )
+
+
+def test_a_block_is_one_run_where_every_backend_reads_it_whole() -> None:
+    of = engine_facts.one_run_layout
+    any_of, sixteen = _reads(None, SimpleNamespace(base=16)), SimpleNamespace(base=16)
+    assert of(_layered(any_of)) == of(_layered(any_of, any_of, block=128)) == "BLNHC"
+    assert of(_layered(_reads(("LBNHC", "BLNHC"), sixteen))) == "BLNHC"
+    assert of(_layered(any_of, _reads(("LBNHC",), sixteen))) is None, "one does not read it"
+    assert of(_layered(_reads(None, 64), block=64)) == "BLNHC"
+    assert of(_layered(_reads(None, 64), block=128)) is None, "vLLM would have to split blocks, and could not"
+    assert of(_layered(any_of, device="cpu")) is None
+
+
+def test_where_layers_are_in_other_processes_a_size_that_was_chosen_is_left_to_vllm() -> None:
+    assert engine_facts.one_run_layout(_layered()) == "BLNHC"
+    assert engine_facts.one_run_layout(_layered(said=True)) is None
+
+
+def test_the_layout_is_ours_by_default_and_vllm_s_if_asked() -> None:
+    assert [read_config(extra).layout for extra in ({}, {"layout": None}, {"layout": "LBHNC"})] == [
+        "auto",
+        None,
+        "LBHNC",
+    ]

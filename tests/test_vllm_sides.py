@@ -618,6 +618,9 @@ def test_saves_stand_back_while_a_step_is_launched(clock: FakeClock) -> None:
 def test_the_interpreter_is_shared_as_was_asked_and_only_then(disk: Path) -> None:
     before = sys.getswitchinterval()
     with engine_of(disk):
+        assert sys.getswitchinterval() == pytest.approx(0.0005), "by default our threads keep it a tenth of the time"
+    assert sys.getswitchinterval() == before
+    with engine_of(disk, switch_interval_s=None):
         assert sys.getswitchinterval() == before
     with engine_of(disk, switch_interval_s=0.001):
         assert sys.getswitchinterval() == pytest.approx(0.001)

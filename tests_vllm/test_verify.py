@@ -6,12 +6,19 @@ import sys
 
 from headwater.verify import vllm as verify_vllm
 
-CASES = ("cold", "host", "load hangs half-way, async", "control")
+CASES = ("cold", "host", "load hangs half-way, async", "flipped bits in the slab", "control")
+TOGETHER = ("cold", "crowd", "host full, disk behind it", "two engines, one slab", "killed while it saves")
 
 
 def test_what_is_loaded_equals_what_is_computed_and_damage_is_seen() -> None:
     report = verify_vllm.run(python=sys.executable, kinds=("gqa",), only=CASES.__contains__)
     assert [case.case for case in report.cases] == list(CASES)
+    assert report.ok, report.document()
+
+
+def test_crowds_and_neighbours_equal_what_is_computed_and_so_does_what_a_kill_left() -> None:
+    report = verify_vllm.run(python=sys.executable, kinds=("gqa",), only=TOGETHER.__contains__)
+    assert [case.case for case in report.cases] == list(TOGETHER)
     assert report.ok, report.document()
 
 

@@ -134,6 +134,24 @@ def report(result: Report) -> None:
         output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
 
 
+def contenders(result: Report) -> None:
+    """Draw what `headwater bench vllm` found of contenders that came one after another, and ours beside the others."""
+    head, *rows = result.results["table"]
+    table = _table(*head, text=1)
+    for name in ("to plain", "to better peer"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        ratio = result.results["ratios"].get(row[0], {})
+        sides = (ratio.get(name) for name in ("to_plain", "to_better_peer"))
+        table.add_row(*row, *(f"{side:g}" if side is not None else "" for side in sides))
+    table.caption = (
+        "medians [lowest, highest]; the last two columns: ours to vLLM alone, and to the better of the others"
+    )
+    output().print(table)
+    for name, why in result.results["absent"].items():
+        output().print(Text(f"{name} is not there: {why}"), style="yellow", soft_wrap=True)
+
+
 def copies(result: Report) -> None:
     """Draw what `headwater bench copy` found: a line per layout and count, then the whole way."""
     names = ("d2h_ratio", "h2d_ratio", "both_ratio", "d2h_ratio_plain", "h2d_ratio_plain", "gemm_slowdown", "submit_ms")

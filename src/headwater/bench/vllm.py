@@ -23,28 +23,12 @@ from headwater.bench.report import Report, Samples, Tell
 from headwater.bench.vllm_client import Worker, WorkerFailed, start_worker
 from headwater.bench.vllm_contenders import NAMES, OURS, PLAIN, open_contender, require_vllm
 from headwater.bench.vllm_figures import Course, length_figures, overhead_figures
+from headwater.bench.vllm_models import SHAPES, family_of
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.make_model import make_model
 
 COLD: Final = "cold"
 LOCAL: Final = "local"
-SHAPES: Final[dict[str, dict[str, object]]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 512,
-    },
-    "medium": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "intermediate_size": 2048,
-    },
-}
-_VOCABULARY: Final = 1024
 _BLOCK_TOKENS: Final = 128
 _TAIL_TOKENS: Final = 20
 _NUM_TAILS: Final = 3
@@ -168,8 +152,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 def _start(options: Options, directory: Path, stack: ExitStack) -> _Field:
     """All engines, at once: most of it is imports."""
-    overrides = {**SHAPES[options.shape], "vocab_size": _VOCABULARY, "max_position_embeddings": 1 << 15}
-    make_model("llama", directory / "model", overrides=overrides)
+    make_model(family_of(options.shape), directory / "model", overrides=SHAPES[options.shape])
     engine = {
         "dtype": "float32",
         "block_size": _BLOCK_TOKENS,
@@ -194,7 +177,7 @@ def _start(options: Options, directory: Path, stack: ExitStack) -> _Field:
     for name, worker in list(engines.workers.items()):
         try:
             about = worker.wait_up(_UP_S)
-            _ask(worker, _prompt(name, 2 * _BLOCK_TOKENS))  # what is made at the first use
+            _ask(worker, prompt_of(name, 2 * _BLOCK_TOKENS))  # what is made at the first use
         except WorkerFailed as error:
             engines.drop(name, error)
             continue
@@ -204,8 +187,8 @@ def _start(options: Options, directory: Path, stack: ExitStack) -> _Field:
 
 
 def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[str, Course]:
-    shared = _prompt("shared", num_tokens)
-    prompts = [shared + _prompt(f"tail {at}", _TAIL_TOKENS) for at in range(_NUM_TAILS)]
+    shared = prompt_of("shared", num_tokens)
+    prompts = [shared + prompt_of(f"tail {at}", _TAIL_TOKENS) for at in range(_NUM_TAILS)]
     courses = {COLD: Course(), LOCAL: Course()}
     plain = engines.workers[PLAIN]
     right: list[list[int]] = []
@@ -267,7 +250,7 @@ def _measure_overhead(engines: _Field, options: Options, samples: Samples) -> di
     sides = [("off", engines.workers[PLAIN]), ("on", engines.workers[OURS])]
     taken: dict[str, list[float]] = {"off": [], "on": []}
     for pair in range(-1, options.pairs):
-        prompt = _prompt(f"pair {pair}", options.pair_tokens)
+        prompt = prompt_of(f"pair {pair}", options.pair_tokens)
         for side, worker in sides if pair % 2 else sides[::-1]:
             answer = _ask(worker, prompt)
             if answer["cached_tokens"]:
@@ -296,6 +279,7 @@ def _empty(worker: Worker) -> None:
     raise WorkerFailed(f"{worker.name} does not let vLLM empty its prefix cache")
 
 
-def _prompt(seed: str, num_tokens: int) -> list[int]:
+def prompt_of(seed: str, num_tokens: int) -> list[int]:
+    """Tokens that follow from the seed."""
     source = random.Random(seed)  # noqa: S311  nothing secret
     return [source.randrange(3, 256) for _ in range(num_tokens)]

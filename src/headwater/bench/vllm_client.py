@@ -17,7 +17,7 @@ import headwater
 from headwater.bench.vllm_contenders import Contender, last_line
 from headwater.core.errors import HeadwaterError
 
-_SOURCES: Final = str(Path(headwater.__file__).parent.parent)
+SOURCES: Final = str(Path(headwater.__file__).parent.parent)
 _STOP_S: Final = 10.0
 
 
@@ -29,7 +29,7 @@ def worker_command(
     python: str, paths: Sequence[str], setup: Mapping[str, Any], *, module: str = "headwater.bench.vllm_worker"
 ) -> list[str]:
     """What starts a worker: this package under another interpreter, whatever that has installed."""
-    start = f"import sys; sys.path[:0] = {[_SOURCES, *paths]!r}; from {module} import main; main()"
+    start = f"import sys; sys.path[:0] = {[SOURCES, *paths]!r}; from {module} import main; main()"
     return [python, "-c", start, json.dumps(setup)]
 
 
@@ -66,6 +66,11 @@ class Worker:
             raise self._failure("is gone") from error
         return self._answer(timeout_s)
 
+    def kill(self) -> None:
+        """SIGKILL, as a machine's memory guard would. Blocks until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
     def close(self) -> None:
         """End the process. Blocks for seconds at most."""
         for pipe in (self._process.stdin, self._process.stdout):
@@ -100,15 +105,36 @@ class Worker:
         return WorkerFailed(f"{self.name} {what}: {last_line(self._log)}")
 
 
-def start_worker(contender: Contender, *, python: str, setup: Mapping[str, Any], threads: int, log: Path) -> Worker:
-    """Begin to start an engine; `Worker.wait_up` waits for it."""
-    whole = {**setup, "transfer": contender.transfer, "odd_objects": contender.odd_objects}
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process that is asked
+def start_worker(
+    contender: Contender,
+    *,
+    python: str,
+    setup: Mapping[str, Any],
+    threads: int,
+    log: Path,
+    module: str = "headwater.bench.vllm_worker",
+    device: str = "cpu",
+) -> Worker:
+    """Begin to start an engine; `Worker.wait_up` waits for it. `module`: what is served."""
+    whole = {**setup, "transfer": contender.transfer, "odd_objects": contender.odd_objects, "packed": contender.packed}
+    settings = engine_settings(device, threads=threads, kv_gib=int(setup["kv_gib"])) | dict(contender.settings)
+    command = worker_command(python, contender.paths, whole, module=module)
+    return Worker(contender.name, command, settings=settings, log=log)
+
+
+def engine_settings(device: str, *, threads: int = 1, kv_gib: int = 1) -> dict[str, str]:
+    """The environment of an engine that is measured or compared: in the process that is asked, and quiet."""
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONHASHSEED": "0",
+    }
+    if device == "cuda":
+        return found | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
+    return found | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines take turns on the same cores
         "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": str(setup["kv_gib"]),
-        **contender.settings,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
     }
-    command = worker_command(python, contender.paths, whole)
-    return Worker(contender.name, command, settings=settings, log=log)

@@ -1,8 +1,8 @@
 """Who takes part in `bench vllm`: how each is switched on in vLLM, and what must run beside it.
 
-Contenders are vLLM alone, vLLM's own offloading with memcpy as the copy, LMCache with its server, and ours. One that
-cannot be had on this machine raises NotHere, which says why. Servers are started here, on loopback, and end with the
-block.
+Contenders are vLLM alone, vLLM's own offloading, LMCache, and ours. On CPUs vLLM's offloading has memcpy as its copy,
+and LMCache its server; on a GPU both are as they are shipped, in the engine's process. One that cannot be had on this
+machine raises NotHere, which says why. Servers are started here, on loopback, and end with the block.
 """
 
 import contextlib
@@ -43,25 +43,40 @@ class Contender:
     transfer: Mapping[str, Any] | None = None
     paths: tuple[str, ...] = ()
     odd_objects: bool = False
+    packed: bool = False  # it has to be told before its first copy that K and V are packed
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
-def open_contender(name: str, *, python: str, lmcache: Path, room_bytes: int) -> Iterator[Contender]:
-    """One contender, with its servers and its files. Blocks until they are up. Raises NotHere."""
+def open_contender(
+    name: str,
+    *,
+    python: str,
+    lmcache: Path,
+    room_bytes: int,
+    device: str = "cpu",
+    ours: Mapping[str, Any] | None = None,
+) -> Iterator[Contender]:
+    """One contender, with its servers and its files. Blocks until they are up. Raises NotHere.
+
+    `ours`: more options of our connector, or others.
+    """
+    on_gpu = device == "cuda"
     if name == PLAIN:
         yield Contender(name=name)
     elif name == "offloading":
         spec = {"spec_name": "MemcpyOffloadingSpec", "spec_module_path": "headwater.bench.vllm_memcpy"}
-        transfer = _transfer("OffloadingConnector", {"cpu_bytes_to_use": room_bytes, **spec})
+        transfer = _transfer("OffloadingConnector", {"cpu_bytes_to_use": room_bytes, **({} if on_gpu else spec)})
         yield Contender(name=name, transfer=transfer)
     elif name in (OURS, SYNC):
         with _scratch(memory_root(room_bytes)) as host, _scratch(disk_root()) as disk:
             extra = {"host_directory": f"{host}/store", "host_bytes": room_bytes}
             extra |= {"disk_directory": f"{disk}/store", "disk_bytes": room_bytes}
             extra |= {"load": "sync"} if name == SYNC else {}
-            transfer = _transfer("HeadwaterConnector", extra, module="headwater.integrations.vllm")
+            transfer = _transfer("HeadwaterConnector", extra | dict(ours or {}), module="headwater.integrations.vllm")
             yield Contender(name=name, transfer=transfer)
+    elif on_gpu:
+        yield _lmcache_inside(name, where=lmcache, room_bytes=room_bytes)
     else:
         with _lmcache(name, python=python, where=lmcache, room_bytes=room_bytes) as contender:
             yield contender
@@ -74,6 +89,24 @@ def _scratch(root: Path | None) -> tempfile.TemporaryDirectory[str]:
 def _transfer(connector: str, extra: Mapping[str, Any], *, module: str | None = None) -> dict[str, Any]:
     found = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra)}
     return found if module is None else {**found, "kv_connector_module_path": module}
+
+
+def _lmcache_inside(name: str, *, where: Path, room_bytes: int) -> Contender:
+    """LMCache in the engine's process, as on GPUs. Of 0.5.3's ways to copy only one addresses vLLM's packed K and V."""
+    if name != "lmcache":
+        raise NotHere(f"{name} is a way of LMCache's server, which is for CPUs here")
+    if not (where / "lmcache").is_dir():
+        raise NotHere(f"LMCache is not in {where}: --lmcache says where it is")
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), str(where.resolve())))),
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_CHUNK_SIZE": str(_CHUNK_TOKENS),
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_USE_GPU_CONNECTOR_V3": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(-(-room_bytes // (1 << 30))),
+        "VLLM_KV_CACHE_LAYOUT": "LBNHC",
+    }
+    return Contender(name=name, transfer=_transfer("LMCacheConnectorV1", {}), packed=True, settings=settings)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, TextIO
 
@@ -27,24 +27,26 @@ _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 
 
 class Engine:
-    """vLLM, asked one prompt at a time."""
+    """vLLM, asked for one prompt, or for several at once."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        begin_s = time.monotonic()
         if setup.get("odd_objects"):
             _tolerate_odd_objects()
-        options = dict(setup["engine"])
+        options = {"enforce_eager": True, **setup["engine"]}
         if setup.get("transfer") is not None:
             options["kv_transfer_config"] = KVTransferConfig(**setup["transfer"])
         self._llm = LLM(
             model=setup["model"],
             skip_tokenizer_init=True,
-            enforce_eager=True,
             disable_log_stats=False,  # it counts what a connector gave only then
             **options,
         )
+        if setup.get("packed"):
+            _tell_packed()
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._number = 0
@@ -56,14 +58,16 @@ class Engine:
             after_step(model_executed=model_executed)
 
         self._core.post_step = post_step
+        self._start_s = time.monotonic() - begin_s
 
-    def generate(self, prompt: list[int], max_tokens: int = 1, profile: str | None = None) -> dict[str, Any]:
-        """Compute tokens; times the first one."""
-        from vllm import SamplingParams
+    def generate(
+        self, prompt: list[int], max_tokens: int = 1, profile: str | None = None, logprobs: int | None = None
+    ) -> dict[str, Any]:
+        """Compute tokens; times the first one. `logprobs`: of so many candidates for each token, too."""
         from vllm.inputs import TokensPrompt
 
         self._number += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        sampling = self._sampling(max_tokens, logprobs=logprobs)
         before = self._external()
         ttft_s, last = None, None
         watch = cProfile.Profile() if profile is not None else nullcontext()
@@ -76,22 +80,60 @@ class Engine:
                         ttft_s = time.perf_counter() - begin_s
                         cpu_s = time.process_time() - begin_cpu_s
                     last = output
+        seconds = time.perf_counter() - begin_s
         if isinstance(watch, cProfile.Profile):
             watch.dump_stats(profile or "")
         return {
             "ttft_s": ttft_s,
             "cpu_s": cpu_s,
+            "seconds": seconds,
+            "logprobs": [
+                {str(token): one.logprob for token, one in at.items()} for at in last.outputs[0].logprobs or ()
+            ],
             "tokens": list(last.outputs[0].token_ids),
             "cached_tokens": last.num_cached_tokens or 0,
             "external_tokens": self._external() - before,
         }
 
-    def rest(self) -> dict[str, Any]:
+    def batch(self, prompts: Sequence[list[int]], max_tokens: int, give_up_s: float) -> dict[str, Any]:
+        """Compute all of these at once. `over` is False where some had not ended in time; they are aborted."""
+        from vllm.inputs import TokensPrompt
+
+        sampling = self._sampling(max_tokens)
+        before = self._external()
+        begin_s = time.monotonic()
+        names = []
+        for prompt in prompts:
+            self._number += 1
+            names.append(f"{self._number}")
+            self._engine.add_request(names[-1], TokensPrompt(prompt_token_ids=prompt), sampling)
+        last: dict[str, Any] = {}
+        num_steps, first_step = 0, 0
+        while not _all_over(names, last) and time.monotonic() - begin_s < give_up_s:
+            for output in self._step():
+                last[output.request_id] = output
+            num_steps += self._computed
+            first_step = first_step or (num_steps if last else 0)
+        seconds = time.monotonic() - begin_s
+        over = _all_over(names, last)
+        if not over:
+            self._engine.abort_request(names)
+        outputs = [last.get(name) for name in names]
+        return {
+            "over": over,
+            "seconds": seconds,
+            "tokens": [list(one.outputs[0].token_ids) if one is not None else [] for one in outputs],
+            "cached_tokens": [(one.num_cached_tokens or 0) if one is not None else 0 for one in outputs],
+            "external_tokens": self._external() - before,
+            "steps_to_first": first_step,
+        }
+
+    def rest(self, within_s: float = _REST_S) -> dict[str, Any]:
         """Let what was begun come to an end: steps that vLLM still wants, then threads that still compute."""
         begin_s = time.perf_counter()
         busy = True
-        while busy and time.perf_counter() - begin_s < _REST_S:
-            while self._core.scheduler.has_requests() and time.perf_counter() - begin_s < _REST_S:
+        while busy and time.perf_counter() - begin_s < within_s:
+            while self._core.scheduler.has_requests() and time.perf_counter() - begin_s < within_s:
                 self._step()
             used_s = time.process_time()
             time.sleep(_QUIET_S)
@@ -107,12 +149,24 @@ class Engine:
         import torch
         import vllm
 
+        cache = self._engine.vllm_config.cache_config
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "num_threads": torch.get_num_threads(),
-            "num_blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks,
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "num_blocks": cache.num_gpu_blocks,
+            "block_tokens": cache.block_size,
+            "layout": str(getattr(cache, "kv_cache_layout", None)),
+            "engine_start_s": self._start_s,
         }
+
+    @staticmethod
+    def _sampling(max_tokens: int, **more: Any) -> Any:
+        """Greedy, to the end."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more)
 
     def _step(self) -> list[Any]:
         """A step, and after one that computed nothing a pause, as `vllm serve` makes: threads of a connector go on."""
@@ -123,6 +177,10 @@ class Engine:
 
     def _external(self) -> int:
         return sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == _EXTERNAL)
+
+
+def _all_over(names: Sequence[str], last: Mapping[str, Any]) -> bool:
+    return all(name in last and last[name].finished for name in names)
 
 
 def _tolerate_odd_objects() -> None:
@@ -137,6 +195,16 @@ def _tolerate_odd_objects() -> None:
         return found if isinstance(found, Mapping) else {}
 
     dispatcher.vars = safe
+
+
+def _tell_packed() -> None:
+    """Have LMCache look at vLLM's tensors now: it finds out at its first copy, whose room has another shape then."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    adapter: Any = get_kv_transfer_group()._lmcache_engine
+    hands = adapter.lmcache_engine.gpu_connector
+    hands.initialize_kvcaches_ptr(kvcaches=list(adapter.kv_caches.values()))
+    hands._initialize_kv_cache_pointers()
 
 
 def serve(

@@ -164,9 +164,18 @@ class RandomWeights:
 
 
 def make_model(
-    family: str, directory: Path, *, seed: int = 0, overrides: Mapping[str, object] | None = None, num_shards: int = 1
+    family: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    overrides: Mapping[str, object] | None = None,
+    num_shards: int = 1,
+    device: str = "cpu",
 ) -> MadeModel:
-    """Write a tiny random checkpoint into a new or empty directory. Raises InvalidInput, OSError."""
+    """Write a random checkpoint into a new or empty directory. Raises InvalidInput, OSError.
+
+    `device`: where its numbers are drawn; another one draws others. A large model takes minutes on a CPU.
+    """
     if family not in FAMILIES:
         raise InvalidInput(f"family {family!r} is not known; known are {', '.join(FAMILIES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -175,7 +184,7 @@ def make_model(
     settings = Settings(config, CONFIG)
     options = build_options(settings.text("dtype"), "auto", block_tokens=16)
     kept: dict[str, Tensor] = {}
-    find_architecture(settings)[1](settings, RandomWeights(seed, options.dtype, kept=kept), options)
+    find_architecture(settings)[1](settings, RandomWeights(seed, options.dtype, find_device(device), kept), options)
     directory.mkdir(parents=True, exist_ok=True)
     _write_weights(directory, kept, num_shards)
     _write_tokenizer(directory)

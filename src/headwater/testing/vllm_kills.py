@@ -40,7 +40,7 @@ from headwater.core.events import Event, Instruction, JobDone, JobFailed, Save
 from headwater.engine.make_model import make_model
 from headwater.storage.local import audit
 from headwater.storage.scratch import disk_root
-from headwater.verify.vllm_cases import KINDS, Places, Scene
+from headwater.verify.vllm_scene import KINDS, Places, Scene
 from headwater.verify.vllm_worker import Stage, worker_side
 
 LIMIT_BYTES: Final = 12 << 20

@@ -35,7 +35,7 @@ from headwater.core.node_key import NodeKey
 from headwater.disagg.key_file import write_node_key
 from headwater.engine.make_model import make_model
 from headwater.storage.scratch import memory_root
-from headwater.verify.vllm_cases import KINDS
+from headwater.verify.vllm_scene import KINDS
 
 _BLOCK: Final = 32
 _ANSWER: Final = 12

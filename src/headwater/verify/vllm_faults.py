@@ -6,24 +6,34 @@ given. No vLLM here.
 """
 
 import enum
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Final
 from unittest.mock import patch
 
+import torch
+
+from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.integrations.vllm import build
 from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.local import directory
+from headwater.storage.local.families import live_records
+from headwater.storage.local.slab import Slab, read_slab_header
+from headwater.storage.local.table import Table
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer import staging
 from headwater.transfer.arena import DeviceCache
 from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.wire import Digests
 
-_SIGN: Final = 0x80  # of the last byte of a float32, little endian
+_SIGN: Final = 0x80  # of the last byte of a float32, little endian, and of every other bfloat16
 _FLOAT_BYTES: Final = 4
 _HANG_S: Final = 600.0
+_FLIP_S: Final = 30.0
 
 
 class Fault(enum.StrEnum):
@@ -101,6 +111,8 @@ class SpoilingStaging(staging.TorchStaging):
         for row in self._spoilt_rows:
             for slot in slots:
                 row[slot, _FLOAT_BYTES - 1 :: _FLOAT_BYTES] ^= _SIGN
+            if row.is_cuda:  # vLLM computes on another stream
+                torch.cuda.synchronize(row.device)
 
 
 @contextmanager
@@ -129,3 +141,27 @@ def sabotage(fault: Fault | None, *, num_good: int = 0) -> Iterator[list[FaultyS
 
     with patch.object(connector, "open_worker", open_worker):
         yield made
+
+
+def flip_pages(where: Path) -> int:
+    """Turn one bit in the middle of each page that a local store holds, beside whoever has it open. Returns how many.
+
+    As a bad memory would: the index still says that all is well.
+    """
+    path = where / directory.SLAB
+    fd = os.open(path, os.O_RDWR)
+    header = read_slab_header(fd, path)
+    if header is None:
+        os.close(fd)
+        raise StoreDamaged(f"{path} has no header")
+    slab = Slab(path, fd, header, mapped=False)  # it closes the file
+    try:
+        table = Table(slab)
+        num = 0
+        for number, record in live_records(table, Deadline.after(_FLIP_S)):
+            at = table.geometry.offset(number, record.slot_bytes) + record.num_bytes // 2
+            os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
+            num += 1
+        return num
+    finally:
+        slab.close()

@@ -5,15 +5,18 @@ itself counted (cached tokens, where they are from, preemptions, steps) and what
 judges nothing.
 """
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from headwater.bench import vllm_worker
 from headwater.bench.vllm_worker import Engine
-from headwater.verify.vllm_faults import Fault, FaultyStore, sabotage
+from headwater.verify.vllm_faults import Fault, FaultyStore, flip_pages, sabotage
 
 _SETTLE_S: Final = 30.0
+_RESETS: Final = 5
 _SOURCE: Final = "vllm:prompt_tokens_cached_by_source"
 _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS: Final = "vllm:num_preemptions"
@@ -24,37 +27,11 @@ class Proven(Engine):
 
     def ask(self, prompts: Sequence[list[int]], *, max_tokens: int, give_up_s: float) -> dict[str, Any]:
         """Compute all of these at once. `over` is False where some had not ended in time; they are aborted."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         before = self.counted()
-        begin_s = time.monotonic()
-        names = []
-        for prompt in prompts:
-            self._number += 1
-            names.append(f"{self._number}")
-            self._engine.add_request(names[-1], TokensPrompt(prompt_token_ids=prompt), sampling)
-        last: dict[str, Any] = {}
-        num_steps, first_step = 0, 0
-        while not self._all_over(names, last) and time.monotonic() - begin_s < give_up_s:
-            for output in self._step():
-                last[output.request_id] = output
-            num_steps += self._computed
-            first_step = first_step or (num_steps if last else 0)
-        over = self._all_over(names, last)
-        if not over:
-            self._engine.abort_request(names)
+        said = self.batch(prompts, max_tokens, give_up_s)
         after = self.counted()
-        outputs = [last.get(name) for name in names]
-        return {
-            "over": over,
-            "seconds": time.monotonic() - begin_s,
-            "tokens": [list(one.outputs[0].token_ids) if one is not None else [] for one in outputs],
-            "cached_tokens": [(one.num_cached_tokens or 0) if one is not None else 0 for one in outputs],
-            "steps_to_first": first_step,
-            "counted": {name: num - before.get(name, 0) for name, num in after.items() if num != before.get(name, 0)},
-        }
+        grown = {name: num - before.get(name, 0) for name, num in after.items() if num != before.get(name, 0)}
+        return {**said, "counted": grown}
 
     def settle(self) -> bool:
         """Wait until all that was computed is in the stores, or not to be. False: that took too long."""
@@ -100,10 +77,6 @@ class Proven(Engine):
         """End it. Blocks, seconds."""
         self._engine.engine_core.shutdown()
 
-    @staticmethod
-    def _all_over(names: Sequence[str], last: Mapping[str, Any]) -> bool:
-        return all(name in last and last[name].finished for name in names)
-
 
 class Stage:
     """What the parent talks to: at most one engine at a time."""
@@ -136,7 +109,12 @@ class Stage:
         if self._engine is not None:
             self._engine.close()
         self._engine, self._faulty = None, []
+        _let_go()
         return {"closed": True}
+
+    def flip(self, directory: str) -> dict[str, Any]:
+        """Turn a bit in each page of a store, which the engine has open."""
+        return {"num_pages": flip_pages(Path(directory))}
 
     def ask(self, prompts: list[list[int]], max_tokens: int, give_up_s: float) -> dict[str, Any]:
         """Compute."""
@@ -144,14 +122,26 @@ class Stage:
 
     def settle(self) -> dict[str, Any]:
         """Let everything come to rest, then empty vLLM's own prefix cache."""
-        settled = self._here.settle()
-        return {"settled": settled, **self._here.reset()}
+        for _ in range(_RESETS):  # vLLM may hear of the last blocks a step later, where steps overlap
+            said = {"settled": self._here.settle(), **self._here.reset()}
+            if said["reset"] or not said["settled"]:
+                break
+        return said
 
     @property
     def _here(self) -> Proven:
         if self._engine is None:
             raise RuntimeError("no engine was opened")
         return self._engine
+
+
+def _let_go() -> None:
+    """Give the device back what an engine had: the next one looks at how much is free, and at nothing else."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def worker_side() -> Any:

@@ -23,13 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.config import cache_directory
 from headwater.core.errors import InvalidConfig
 from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.engine_facts import (
     checkpoint_directory,
     engine_facts,
+    one_run_layout,
     require_cacheable,
     require_orderly,
 )
@@ -37,9 +37,9 @@ from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.integrations.vllm.settings import LoadMode, OnFailure, read_config
+from headwater.integrations.vllm.settings import AUTO_LAYOUT, LoadMode, OnFailure, read_config
 from headwater.integrations.vllm.stats import HeadwaterProm, HeadwaterStats, kv_events, stats_of
-from headwater.integrations.vllm.weights import weights_digest
+from headwater.integrations.vllm.weights import remembered, weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,8 +122,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """How vLLM shall lay out its KV, if that was asked for; vLLM says which layouts a backend has."""
-        return read_config(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
+        """How vLLM shall lay out its KV; None: as it likes. What a backend does not have, vLLM drops itself."""
+        layout = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
+        return one_run_layout(vllm_config) if layout == AUTO_LAYOUT else layout
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -143,7 +144,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         model = config.model_config
         identity = rank_identity(
             architecture=",".join(model.architectures),
-            weights=weights_digest(checkpoint_directory(config), cache_directory() / "weights.json"),
+            weights=weights_digest(checkpoint_directory(config), remembered()),
             model_config=model.hf_config.to_dict(),
             engine=engine_facts(config, self._kv_cache_config, version=vllm.__version__),
             tensors=device.facts,

@@ -13,6 +13,7 @@ from headwater.core.errors import InvalidConfig
 
 _CACHEABLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 _UNIFORM: Final = "UniformTypeKVCacheSpecs"
+_ONE_RUN: Final = "BLNHC"  # by vLLM's name: blocks outside, so all layers of a block are one run of bytes
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
@@ -77,6 +78,36 @@ def require_orderly(vllm_config: Any, *, sync: bool) -> None:
             "load=sync: vLLM begins a request's next step before it knows that a load failed, and would use its token. "
             "Add --no-async-scheduling (and no pipeline), or load asynchronously, as by default"
         )
+
+
+def one_run_layout(vllm_config: Any) -> str | None:
+    """The layout in which a block is one run of bytes, where this engine can have it. None: vLLM decides.
+
+    VLLM itself drops a layout that a backend does not read, but ends where a backend wants blocks smaller than the
+    engine's: in this layout they cannot be split. Where layers are in other processes (several ranks), nobody here can
+    ask them; vLLM then has blocks that backends take whole, unless somebody else said how large they are.
+    """
+    if getattr(vllm_config.device_config, "device_type", "") == "cpu":
+        return None
+    cache = vllm_config.cache_config
+    found = vllm_config.compilation_config.static_forward_context
+    layers = [layer for layer in found.values() if hasattr(layer, "get_attn_backend")]
+    if not layers:
+        return None if getattr(cache, "user_specified_block_size", True) else _ONE_RUN
+    for layer in layers:
+        backend = layer.get_attn_backend()
+        layouts = backend.supported_kv_cache_layouts()
+        if layouts is not None and _ONE_RUN not in {one.name for one in layouts}:
+            return None
+        sizes = backend.get_supported_kernel_block_sizes(layer.get_kv_cache_spec(vllm_config))
+        if not any(_takes(size, cache.block_size) for size in sizes):
+            return None
+    return _ONE_RUN
+
+
+def _takes(size: Any, block_tokens: int) -> bool:
+    """Whether a kernel takes blocks of this size whole; it names a size, or what its sizes are multiples of."""
+    return block_tokens == size if isinstance(size, int) else block_tokens % int(size.base) == 0
 
 
 def facts_of(value: Any) -> object:

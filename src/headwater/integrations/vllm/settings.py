@@ -33,6 +33,7 @@ _TMPFS_SHARE: Final = 4  # of the file system's that the host tier lies on, whic
 _DISK_SHARE: Final = 16  # of the disk
 _MOST_DISK: Final = 256 << 30
 _ANY_BYTES: Final = (1 << 62) - 1
+AUTO_LAYOUT: Final = "auto"
 
 
 def _disk_directory() -> Path:
@@ -80,8 +81,8 @@ class ConnectorConfig:
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
-    layout: str | None = None  # of vLLM's KV, by vLLM's own name; None: vLLM decides
-    switch_interval_s: float | None = None  # how long our threads may keep vLLM's interpreter; None: as it is
+    layout: str | None = AUTO_LAYOUT  # of vLLM's KV, by its name; auto: a block is one run if it can; None: vLLM's own
+    switch_interval_s: float | None = 0.0005  # how long our threads may keep vLLM's interpreter; None: as it is
     record: Path | None = None  # all that the brain hears is written to this file, with the process' number behind it
     record_bytes: int = RECORD_BYTES  # how large it may get
 

@@ -8,6 +8,10 @@ not. Hashing hundreds of gigabytes takes minutes, so a file's digest is remember
 change: the inode's own time of change cannot be set by a user, so a file that was replaced or written to is hashed
 again. What is remembered is as safe as the user's own cache directory.
 
+    python -m headwater.integrations.vllm.weights DIR
+
+digests a checkpoint beforehand, so that vLLM's first start with it does not have to.
+
 Not covered: weights that were made up (`load_format=dummy`), or changed after they were loaded (in-place updates of
 reinforcement learning): there the connector refuses, or is told to start anew.
 """
@@ -17,12 +21,14 @@ import hashlib
 import json
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from headwater.config import cache_directory
 from headwater.core.errors import InvalidConfig
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
@@ -46,6 +52,11 @@ def weights_digest(directory: Path, remember: Path | None) -> bytes:
         name = path.name.encode()
         total.update(struct.pack("<I", len(name)) + name + struct.pack("<Q", path.stat().st_size) + content)
     return total.digest()
+
+
+def remembered() -> Path:
+    """Where digests are kept between starts."""
+    return cache_directory() / "weights.json"
 
 
 def file_digest(path: Path) -> bytes:
@@ -112,3 +123,12 @@ def _read(text: str) -> dict[str, str]:
         return {str(state): str(digest) for state, digest in found.items() if len(bytes.fromhex(str(digest))) == 32}
     except (ValueError, AttributeError):
         return {}
+
+
+def main() -> None:
+    """The command above: prints the digest."""
+    sys.stdout.write(weights_digest(Path(sys.argv[1]), remembered()).hex() + "\n")
+
+
+if __name__ == "__main__":
+    main()
