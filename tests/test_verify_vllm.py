@@ -160,6 +160,20 @@ def test_rounding_is_compared_with_every_number_of_blocks_in_vllm_s_own_cache() 
     assert _play("tokens", kind=kind)["host"].problem == "other tokens"
 
 
+def test_a_model_that_vllm_cannot_open_is_one_problem() -> None:
+    class Closed(Fake):
+        def _open(self, setup: dict[str, Any], fault: str | None, num_good: int) -> dict[str, Any]:
+            raise WorkerFailed("no room for the KV cache")
+
+    places = Places(host=Path("host"), disk=Path("disk"), pool="redis://x")
+    scene = Scene(Closed(), KINDS["gqa"], places, Path("model"), {})  # type: ignore[arg-type]
+    report = verify_vllm.VllmReport(inject=False)
+    for cases in (FIRST, BOTH, LATER):
+        assert len(list(verify_vllm._play(scene, cases, None, report, None))) == (cases is FIRST)
+    assert [(case.case, case.problem) for case in report.cases] == [("cold", "no room for the KV cache")]
+    assert not report.ok
+
+
 def test_another_device_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="cpu or cuda"):
         kinds_of("tpu")

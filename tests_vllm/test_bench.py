@@ -40,4 +40,5 @@ def test_a_small_run_of_each_alone(tmp_path: Path) -> None:
     assert ours["figures"]["crowd_3_share"]["low"] == ours["figures"]["decode_hits_share"]["low"] == 1
     for name in ("start_s", "first_ms", "256_hit_ms", "decode_hits_p99_ms", "fresh_tokens_per_s"):
         assert ours["figures"][name]["median"] > 0, name
-    assert {path.name for path in tmp_path.iterdir()} == {"vllm-plain.json", "vllm-headwater.json", "vllm.json"}
+    names = {f"vllm-{name}.{end}" for name in ("plain", "headwater") for end in ("json", "log")}
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "vllm.json"}

@@ -173,7 +173,10 @@ def verify(
         str | None, typer.Option(metavar="MODEL,...", help="With --vllm: of these models.", show_default="all")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --vllm: the report so far is written there.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --vllm: the report so far is written there, and engines' logs beside it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -220,7 +223,9 @@ def _verify_vllm(python: str, *, device: str, only: str | None, out: Path | None
 
     kinds = tuple(only.split(",")) if only else None
     with draw.progress() as tell:
-        report = verify_vllm.run(python=python, device=device, kinds=kinds, inject=inject, tell=tell, keep=keep)
+        report = verify_vllm.run(
+            python=python, device=device, kinds=kinds, inject=inject, tell=tell, keep=keep, logs=out and out.parent
+        )
     _print_json(report.document()) if as_json else draw.verified_vllm(report)
     if not report.ok:
         raise typer.Exit(1)
@@ -455,7 +460,9 @@ def bench_vllm(
     seconds: Annotated[float, typer.Option(help="Alone: for everything; what does not fit is left out.")] = 360.0,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Alone: what each contender showed is written there as it comes."),
+        typer.Option(
+            metavar="DIR", help="Alone: what each contender showed is written there as it comes, and its log."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -475,6 +482,7 @@ def bench_vllm(
             lmcache=lmcache,
             shape=shape or ("8b" if device == "cuda" else "medium"),
             models=models,
+            logs=out,
             lengths=tuple(_numbers("lengths", lengths or "2048,8192,32768")),
             repeats=5 if rounds is None else rounds,
             crowds=tuple(_numbers("crowds", crowds)) if crowds else (),

@@ -82,6 +82,8 @@ def run(options: Options, *, tell: Tell | None = None, keep: Keep | None = None)
     about: dict[str, Any] = {"device": options.device, "shape": options.shape}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-vllm-")))
+        logs = options.logs or scratch
+        logs.mkdir(parents=True, exist_ok=True)
         model = _model(options, stack, about)
         order = ([PLAIN] if options.warm else []) + sorted(options.contenders, key=NAMES.index)
         for at, name in enumerate(order):
@@ -90,7 +92,7 @@ def run(options: Options, *, tell: Tell | None = None, keep: Keep | None = None)
             one, warms = Measured(name), options.warm and at == 0
             say = _silent if warms else _keeper(one, keep)
             try:
-                _contend(one, options, model, scratch, say, limits=_Time(until_s, len(order) - at - 1), warms=warms)
+                _contend(one, options, model, logs, say, limits=_Time(until_s, len(order) - at - 1), warms=warms)
             except (NotHere, WorkerFailed) as error:
                 if name == PLAIN and not one.found.get("lengths"):
                     raise  # without vLLM itself there is nothing to compare with
@@ -139,7 +141,7 @@ def _contend(
     one: Measured,
     options: Options,
     model: Path,
-    scratch: Path,
+    logs: Path,
     keep: Callable[[], None],
     *,
     limits: _Time,
@@ -162,7 +164,7 @@ def _contend(
             python=options.python,
             setup=setup,
             threads=1,
-            log=scratch / f"{one.name}.log",
+            log=logs / f"vllm-{one.name}.log",
             module=_MODULE,
             device=options.device,
         )

@@ -37,6 +37,7 @@ class Options:
     contenders: tuple[str, ...] = NAMES
     lmcache: Path = Path(".lmc")
     shape: str = "8b"
+    logs: Path | None = None  # where what engines print stays; None: nowhere
     models: Path | None = None  # where weights are kept between runs; None: nowhere
     lengths: tuple[int, ...] = (2048, 8192, 32768)
     repeats: int = 5
