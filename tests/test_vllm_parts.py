@@ -378,12 +378,18 @@ def test_what_we_cannot_store_is_refused_by_name() -> None:
     engine_facts.require_cacheable(*_engine(full, speculative_config=SimpleNamespace(method="ngram")))
 
 
-def test_a_sync_load_is_refused_where_steps_overlap() -> None:
-    overlapping, orderly = SimpleNamespace(max_concurrent_batches=2), SimpleNamespace(max_concurrent_batches=1)
+def test_a_sync_load_is_refused_where_it_could_not_be_taken_back() -> None:
+    on = {name: SimpleNamespace(device_type=name) for name in ("cpu", "cuda")}
+    overlapping, orderly = (SimpleNamespace(max_concurrent_batches=num, device_config=on["cuda"]) for num in (2, 1))
     engine_facts.require_orderly(orderly, sync=True)
     engine_facts.require_orderly(overlapping, sync=False)
     with pytest.raises(InvalidConfig, match="no-async-scheduling"):
         engine_facts.require_orderly(overlapping, sync=True)
+    second = {"max_concurrent_batches": 1, "use_v2_model_runner": True}  # which is vLLM's own on CPUs, whatever it says
+    engine_facts.require_orderly(SimpleNamespace(**second, device_config=on["cpu"]), sync=True)
+    engine_facts.require_orderly(SimpleNamespace(**second, device_config=on["cuda"]), sync=False)
+    with pytest.raises(InvalidConfig, match="VLLM_USE_V2_MODEL_RUNNER"):
+        engine_facts.require_orderly(SimpleNamespace(**second, device_config=on["cuda"]), sync=True)
 
 
 # --- what others hear -------------------------------------------------------------------------------------------------

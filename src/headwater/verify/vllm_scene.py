@@ -174,6 +174,7 @@ class Scene:
         }
         if load == "sync":
             setup["engine"] = {**engine, **self.kind.options, **(options or {}), "async_scheduling": False}
+            setup["runner_v1"] = True  # V2 cannot take back a load that failed: our connector refuses it
         if tiers:
             setup["transfer"] = self._transfer(tiers, load)
         if (spoil or self.inject) and fault is None and tiers:

@@ -6,6 +6,7 @@ judges nothing.
 """
 
 import gc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from headwater.verify.vllm_faults import Fault, FaultyStore, flip_pages, sabotag
 
 _SETTLE_S: Final = 30.0
 _RESETS: Final = 5
+_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM looks when an engine is made
 _SOURCE: Final = "vllm:prompt_tokens_cached_by_source"
 _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS: Final = "vllm:num_preemptions"
@@ -98,6 +100,9 @@ class Stage:
     def open(self, setup: Mapping[str, Any], fault: str | None = None, num_good: int = 0) -> dict[str, Any]:
         """Start an engine in place of the one before. Blocks."""
         self.close()
+        os.environ.pop(_RUNNER, None)
+        if setup.get("runner_v1"):
+            os.environ[_RUNNER] = "0"
         with sabotage(Fault(fault) if fault is not None else None, num_good=num_good) as self._faulty:
             self._engine = Proven(setup)
         return self._engine.facts

@@ -78,6 +78,12 @@ def require_orderly(vllm_config: Any, *, sync: bool) -> None:
             "load=sync: vLLM begins a request's next step before it knows that a load failed, and would use its token. "
             "Add --no-async-scheduling (and no pipeline), or load asynchronously, as by default"
         )
+    if sync and not _is_cpu(vllm_config) and getattr(vllm_config, "use_v2_model_runner", False):
+        raise InvalidConfig(
+            "load=sync: vLLM's model runner V2 keeps on the GPU how far a request is, and is not told when a load "
+            "failed: it would go on with the wrong tokens. Set VLLM_USE_V2_MODEL_RUNNER=0, or load asynchronously, as "
+            "by default"
+        )
 
 
 def one_run_layout(vllm_config: Any) -> str | None:
@@ -87,7 +93,7 @@ def one_run_layout(vllm_config: Any) -> str | None:
     engine's: in this layout they cannot be split. Where layers are in other processes (several ranks), nobody here can
     ask them; vLLM then has blocks that backends take whole, unless somebody else said how large they are.
     """
-    if getattr(vllm_config.device_config, "device_type", "") == "cpu":
+    if _is_cpu(vllm_config):
         return None
     cache = vllm_config.cache_config
     found = vllm_config.compilation_config.static_forward_context
@@ -103,6 +109,10 @@ def one_run_layout(vllm_config: Any) -> str | None:
         if not any(_takes(size, cache.block_size) for size in sizes):
             return None
     return _ONE_RUN
+
+
+def _is_cpu(vllm_config: Any) -> bool:
+    return str(getattr(vllm_config.device_config, "device_type", "")) == "cpu"
 
 
 def _takes(size: Any, block_tokens: int) -> bool:
