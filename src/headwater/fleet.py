@@ -211,7 +211,7 @@ class Fleet:
     def wait(self, until_s: float) -> None:
         """Until all nodes have said where they are, and the router could answer. Blocks. Raises HeadwaterError."""
         for child in self.children.values():
-            if child.running and not child.url:
+            if not child.url:  # one that has ended by now, too: it says why
                 child.wait_for_url(until_s)
         while not self.healthy():
             for child in self.children.values():
