@@ -35,7 +35,7 @@ from headwater.transfer.copy_lane import Transfer
 from headwater.transfer.staging import TorchStaging
 from headwater.transfer.wire import Digests, Direction, Piece, Wire
 from headwater.transfer.worker import Worker
-from worker_kit import wait_until
+from worker_kit import make_late, wait_until
 
 pytestmark = pytest.mark.usefixtures(no_traces.__name__)
 
@@ -169,6 +169,10 @@ class Rig:
     def block(self, slot: int) -> bytes:
         return torch.cat([row[slot] for row in self.planes.rows]).numpy().tobytes()
 
+    def make_late(self) -> None:
+        assert isinstance(self.cache._hands, Worker)
+        make_late(self.cache._hands)
+
     def block_count(self, state: SlotState) -> int:
         with self.cache.still() as brain:
             return brain.slots.counts()[state]
@@ -189,13 +193,13 @@ class Rig:
 
 
 @contextmanager
-def rig(model: Model, shm: Path, *, load_timeout_s: float = WAIT_S) -> Iterator[tuple[Rig, MappedStore]]:
+def rig(model: Model, shm: Path) -> Iterator[tuple[Rig, MappedStore]]:
     watched = Watched(model)
     config = CacheConfig(
         num_slots=40,
         block_tokens=BLOCK,
         block_bytes=model.layout.page_bytes,
-        tiers=(TierConfig(name="host", look_timeout_s=WAIT_S, load_timeout_s=load_timeout_s, save_timeout_s=WAIT_S),),
+        tiers=(TierConfig(name="host", look_timeout_s=WAIT_S, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S),),
         compute_base_s=1000.0,
     )
     with (
@@ -400,8 +404,7 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
     model: Model, shm: Path, prompt: list[int], how: str
 ) -> None:
     cold = run_cold(model, shm, prompt)
-    # One that is late before its step has begun is not thrown away: nothing was computed with it.
-    with rig(model, shm, load_timeout_s=5.0 if how == "late" else WAIT_S) as (here, _):
+    with rig(model, shm) as (here, _):
         held = here.hold_plane(last_plane(model))
         run = here.begin(prompt)
         assert held.arrived.wait(WAIT_S)
@@ -413,7 +416,8 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
             here.cache.give_up(f"{run.request.name}#0")
             wait_until(lambda: load.failing is not None)
         elif how == "late":
-            wait_until(lambda: load.deadline.expired)
+            make_late(worker)
+            wait_until(lambda: load.stuck)
         else:
             here.into.judge = _raise
         held.go_on.set()
@@ -434,11 +438,14 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_slots(
 ) -> None:
     """Before the step has begun or in the middle of it: the request is computed, in slots that no copy writes to."""
     cold = run_cold(model, shm, prompt)
-    with rig(model, shm, load_timeout_s=0.5) as (here, _):
+    with rig(model, shm) as (here, _):
         held = here.hold_plane(0 if plane == "first" else last_plane(model))
         try:
             run = here.begin(prompt)
             assert held.arrived.wait(WAIT_S)
+            if plane == "last":
+                wait_until(lambda: here.model.asked == [0, 1, 2])
+            here.make_late()
             here.end(run)  # and the copy still hangs
             assert_same(run, cold, 0)
             assert run.usage is not None
@@ -458,12 +465,19 @@ def test_who_queues_behind_a_copy_that_hangs_goes_on(model: Model, shm: Path, pr
     """All places of the wire are taken: what was not launched is given up, and gives its slots back."""
     other = make_prompt(model, NUM_BLOCKS * BLOCK + TAIL, seed=7)
     colds = [run_cold(model, shm, one) for one in (prompt, other)]
-    with rig(model, shm, load_timeout_s=0.5) as (here, _):
+    with rig(model, shm) as (here, _):
         held = here.hold_plane(0)
         try:
-            runs = [here.begin(prompt), here.begin(other)]
-            for run, cold in zip(runs, colds, strict=True):
-                assert_same(here.end(run), cold, 0)
+            runs = [here.begin(prompt)]
+            assert held.arrived.wait(WAIT_S)
+            wait_until(lambda: not here.staging._engine._lanes[Direction.IN]._free)
+            runs.append(here.begin(other))
+            wait_until(lambda: len(here.staging.loads) == 2)
+            here.make_late()
+            for run, cold in zip(runs, colds, strict=True):  # they may share steps, which are rounded otherwise
+                here.end(run)
+                assert run.usage is not None
+                assert (run.finish, run.tokens, run.usage.cached_tokens) == (Finish.LENGTH, cold.tokens, 0)
             wait_until(lambda: here.block_count(SlotState.QUARANTINED) == NUM_BLOCKS)
         finally:
             held.go_on.set()

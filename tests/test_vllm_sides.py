@@ -32,6 +32,7 @@ from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.transfer.staging import TorchStaging
 from vllm_kit import SIZE, WIDTHS, FakeEngine, FakeRequest, Group
+from worker_kit import make_late
 
 
 @pytest.fixture
@@ -275,12 +276,17 @@ class _Hang:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived, self.go_on = threading.Event(), threading.Event()
         self.wrote = threading.Event()
+        self.engine: FakeEngine | None = None  # the rank's loads are late then
         scatter = TorchStaging.scatter
 
         def hang(staging: TorchStaging, pages: Any, slots: Any) -> None:
             if self.arrived.is_set():
                 scatter(staging, pages, slots)
                 return
+            assert self.engine is not None
+            for side in self.engine.worker.sides:
+                if side._hands._hands._staging is staging:  # type: ignore[attr-defined]
+                    make_late(side._hands)  # type: ignore[arg-type]  # it is the worker
             self.arrived.set()
             assert self.go_on.wait(ROOM_S)
             scatter(staging, pages, slots)
@@ -307,11 +313,11 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(
         run(one)
     hang = _Hang(monkeypatch)
     try:
-        with engine_of(disk, world=world, load_timeout_s=0.2) as two:
+        with engine_of(disk, world=world, load_timeout_s=ROOM_S) as hang.engine:
+            two = hang.engine
             request = FakeRequest("b", prompt, 2)
             two.add(request)
-            _step_until(two, hang.arrived.is_set)
-            assert request.status == "loading"
+            _step_until(two, lambda: request.status == "loading")
             blocks = set(request.blocks)
             _step_until(two, lambda: not two.requests)
             assert len(request.all_token_ids) == len(prompt) + 2
@@ -341,10 +347,12 @@ def test_an_aborted_request_whose_copy_hangs_leaves_its_blocks_behind(
         run(one)
     hang = _Hang(monkeypatch)
     try:
-        with engine_of(disk, load_timeout_s=0.2) as two:
+        with engine_of(disk, load_timeout_s=ROOM_S) as hang.engine:
+            two = hang.engine
             request = FakeRequest("b", prompt, 2)
             two.add(request)
-            _step_until(two, hang.arrived.is_set)
+            _step_until(two, lambda: request.status == "loading")
+            assert hang.arrived.wait(ROOM_S)
             two.finish(request)
             _step_until(two, lambda: not two.delayed)
             assert len(two.ownerless) == 10
@@ -363,7 +371,8 @@ def test_a_step_that_waits_for_a_copy_that_hangs_says_so(disk: Path, monkeypatch
         run(one)
     hang = _Hang(monkeypatch)
     try:
-        with engine_of(disk, load_timeout_s=0.2, load="sync") as two:
+        with engine_of(disk, load_timeout_s=ROOM_S, load="sync") as hang.engine:
+            two = hang.engine
             two.add(FakeRequest("b", prompt, 2))
             with pytest.raises(CopyStuck):
                 _step_until(two, lambda: False)
