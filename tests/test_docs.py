@@ -98,13 +98,27 @@ def test_the_options_in_the_documents_exist() -> None:
                 assert not word.startswith("-") or word in known, f"{page.name}: {line}"
 
 
+_HELP_OF_ALL = """
+import runpy, sys
+for module in sys.argv[1:]:
+    sys.argv = [module, "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    else:
+        sys.exit(f"{module} --help did not end")
+"""
+
+
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     names = "chaos|check|demo|doctor|ls|make-model|pd|purge|replay|router|serve|verify"
     for command in sorted(set(re.findall(rf"\bheadwater ({names}|bench \w+|pool \w+)\b", text))):
         assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
-    for module in sorted(set(re.findall(r"python -m (headwater[\w.]+)", text))):
-        subprocess.run([sys.executable, "-m", module, "--help"], check=True, capture_output=True)
+    modules = sorted(set(re.findall(r"python -m (headwater[\w.]+)", text)))
+    subprocess.run([sys.executable, "-c", _HELP_OF_ALL, *modules], check=True, capture_output=True)
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"serve", "test"} <= set(re.findall(r"^make (\w+)", text, re.MULTILINE)) <= targets
 
