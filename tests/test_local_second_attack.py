@@ -24,6 +24,7 @@ from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, DeleteStatus, GetStatus, PutStatus, Reservation
 from headwater.storage.local import LocalStore
 from headwater.storage.local import directory as places
+from headwater.storage.local.allocator import Allocator, Search
 from headwater.storage.local.attach import destroy
 from headwater.storage.local.attachment import Attachment
 from headwater.storage.local.catalog import Catalog
@@ -240,6 +241,53 @@ def test_an_interrupt_at_any_moment_leaves_nothing_locked_and_no_slot_lost(place
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.fault("L27")
+def test_an_interrupt_while_others_changes_are_read_leaves_no_page_that_is_gone(place: Path) -> None:
+    pages = [sample_page(i) for i in range(4)]
+    interrupted: list[Any] = []
+
+    class Places(dict[Any, Any]):
+        def get(self, name: Any, default: Any = None) -> Any:
+            if name == pages[1].name and not interrupted:
+                interrupted.append(name)
+                raise _Interrupt
+            return super().get(name, default)
+
+    with open_local(config(place)) as store, open_local(config(place)) as other:
+        put(other, pages)
+        assert all(store.contains([page.name for page in pages], deadline=soon()))
+        assert other.delete([pages[1].name], deadline=soon()) == [DeleteStatus.REMOVED]
+        mirror = attachment_of(store).catalog.mirror
+        mirror.places = Places(mirror.places)
+        with pytest.raises(_Interrupt):
+            store.contains([pages[1].name], deadline=soon())
+        assert store.contains([pages[1].name], deadline=soon()) == [False]
+        assert put(store, [pages[1]]) == [PutStatus.STORED]
+        assert store.validate(deadline=soon()) == []
+
+
+@pytest.mark.fault("L28")
+def test_what_comes_to_build_on_an_extent_that_changes_hands_goes_with_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = [sample_chain(chain, 2, plane_bytes=(200_000, 7)) for chain in range(32)]
+    change_hands = Allocator._change_hands
+    with open_local(config(place)) as store, open_local(config(place)) as other:
+        for chain in chains:
+            put(store, chain[:1])
+
+        def changes(allocator: Allocator, at: Attachment, search: Search, deadline: Deadline) -> None:
+            assert search.extent is not None
+            last = at.catalog.pages_in(search.extent)[-1]
+            assert put(other, [chain[1] for chain in chains if chain[0].name == last]) == [PutStatus.STORED]
+            at.catalog.mirror.seen = -1  # as after very many changes: everything is read again
+            change_hands(allocator, at, search, deadline)
+
+        monkeypatch.setattr(Allocator, "_change_hands", changes)
+        assert put(store, [sample_page(99, plane_bytes=(5000, 7))]) == [PutStatus.STORED]
+        assert store.validate(deadline=soon()) == other.validate(deadline=soon()) == []
 
 
 def test_a_signals_handler_in_the_middle_of_a_change_is_told_that_somebody_is_at_it(

@@ -117,7 +117,8 @@ def run(engine: FakeEngine, *, chance: random.Random | None = None) -> None:
             one = chance.choice(engine.requests)
             if one.status != "waiting":
                 engine.finish(one)
-        engine.scheduler.cache.brain.validate()
+        with engine.scheduler.cache.still() as brain:
+            brain.validate()
         assert time.monotonic() < until, [(one.request_id, one.status) for one in engine.requests]
         time.sleep(0)
     assert sorted(engine.free) == list(range(len(engine.planes[0]))), "blocks were lost"
@@ -277,6 +278,7 @@ class _Hang:
         self.arrived, self.go_on = threading.Event(), threading.Event()
         self.wrote = threading.Event()
         self.engine: FakeEngine | None = None  # the rank's loads are late then
+        self.alone = False  # this one only
         scatter = TorchStaging.scatter
 
         def hang(staging: TorchStaging, pages: Any, slots: Any) -> None:
@@ -286,6 +288,8 @@ class _Hang:
             assert self.engine is not None
             for side in self.engine.worker.sides:
                 if side._hands._hands._staging is staging:  # type: ignore[attr-defined]
+                    while self.alone and sum(isinstance(one, Load) for one in side._live.values()) > 1:
+                        time.sleep(0.001)  # others end before their deadlines
                     make_late(side._hands)  # type: ignore[arg-type]  # it is the worker
             self.arrived.set()
             assert self.go_on.wait(ROOM_S)
@@ -334,6 +338,90 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(
             run(two)  # no block was lost
             assert two.num_failed == 1
             assert two.scheduler.cache.metrics.value("hit_tokens_total") == 0
+    finally:
+        hang.go_on.set()
+
+
+def test_a_copy_that_hangs_and_ends_between_two_steps_has_loaded_nothing(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step hears at once that it hung and that it is over, without a byte, in blocks that are still the request's."""
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    go_on = threading.Event()
+    engine: list[FakeEngine] = []
+
+    def hang(staging: TorchStaging, pages: Any, slots: Any) -> None:
+        make_late(engine[0].worker.sides[0]._hands)  # type: ignore[arg-type]  # it is the worker
+        assert go_on.wait(ROOM_S)
+        raise RuntimeError("the copy came to nothing")
+
+    finished = WorkerSide.finished
+
+    def late(side: WorkerSide) -> Any:
+        while side._stuck:
+            go_on.set()
+            time.sleep(0.001)
+        return finished(side)
+
+    monkeypatch.setattr(TorchStaging, "scatter", hang)
+    monkeypatch.setattr(WorkerSide, "finished", late)
+    try:
+        with engine_of(disk, load_timeout_s=ROOM_S) as two:
+            engine.append(two)
+            request = FakeRequest("b", prompt, 2)
+            two.add(request)
+            _step_until(two, lambda: not two.requests)  # every byte is checked
+            assert go_on.is_set()
+            assert len(request.all_token_ids) == len(prompt) + 2
+    finally:
+        go_on.set()
+
+
+def test_blocks_of_a_request_whose_load_hung_are_not_saved_when_they_are_anothers(
+    disk: Path, tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some were loaded well, and vLLM takes them, too; the request comes again later. Then the copy ends."""
+    host: dict[str, Any] = {"host_directory": str(shm / "host"), "host_bytes": 16 << 20}
+    prompt = list(range(1, 42))
+    with engine_of(disk) as one:
+        one.add(FakeRequest("a", prompt, 2))
+        run(one)
+    with engine_of(tmp_path / "other", **host) as one:  # half of them are in a nearer tier
+        one.add(FakeRequest("a", prompt[:21], 1))
+        run(one)
+    hang = _Hang(monkeypatch)
+    hang.alone = True
+    try:
+        with engine_of(disk, load_timeout_s=ROOM_S, **host) as hang.engine:
+            two = hang.engine
+            request = FakeRequest("b", prompt, 2)
+            two.add(request)
+            _step_until(two, lambda: request.status == "loading")
+            old = list(request.blocks)
+            admit, held_back = two._admit, True
+            monkeypatch.setattr(
+                two, "_admit", lambda one: None if held_back and one is request and not one.blocks else admit(one)
+            )
+            _step_until(two, lambda: not request.blocks)
+            assert 0 < len(two.pinned) < len(old)  # the others are free
+            two.free.sort(key=lambda block: (block not in old, block))
+            other = FakeRequest("c", list(range(500, 545)), 40)
+            two.add(other)
+            _step_until(two, lambda: other.status == "running" and bool(set(other.blocks) & set(old)))
+            (store,) = (tier.store for name, tier in two.worker.sides[0]._hands._tiers.items() if name == "disk")  # type: ignore[attr-defined]
+            naming = two.worker.sides[0]._hands._hands._naming  # type: ignore[attr-defined]
+            names = [naming.name(key) for key in request_keys(two, prompt)]
+            store.delete(names[:1], deadline=Deadline.after(ROOM_S))  # so that they would be worth saving
+            hang.go_on.set()
+            assert hang.wrote.wait(ROOM_S)
+            _step_until(two, lambda: not (two.pinned or other in two.requests))
+            assert not any(store.contains(names, deadline=Deadline.after(ROOM_S)))
+            held_back = False
+            _step_until(two, lambda: not two.requests)
+            run(two)
     finally:
         hang.go_on.set()
 

@@ -169,7 +169,8 @@ class FakeEngine:
             self.worker.load()
         self.worker.save()
         sent, received = self.worker.finished()
-        for name in self.worker.take_failed(received):
+        failed_now = self._failed_now = self.worker.take_failed(received)
+        for name in failed_now:
             for one in self.requests:
                 if one.request_id == name and one.status == "loading":
                     one.num_computed_tokens = 0
@@ -230,7 +231,7 @@ class FakeEngine:
             one.all_token_ids.append(one.next_token)
             if one.num_tokens - len(one.prompt) >= one.num_output:
                 self.finish(one)
-        self.scheduler.heard(report, tuple(sent))
+        self.scheduler.heard(report, tuple(sent), tuple(self._failed_now))
         for name in received:
             self._received(name)
         for name in sent:

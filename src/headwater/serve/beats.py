@@ -116,12 +116,14 @@ class Beats:
                 document = self._say(lease_s).document()
                 found = await self._client.post(url + _PATH, json=document, auth=self._auth[url])
         except NotProven as error:
+            if error.status >= 500:  # something before it says that it is down
+                self._down(url, f"status {error.status}")
+                return None
             why = f"the router at {url} is not trusted: {error}"
             self._tell(url, why, why)
-            return _Refusal(why) if error.status < 500 else None  # something before it says that it is down
+            return _Refusal(why)
         except (TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            why = f"the router at {url} does not answer: {str(error) or type(error).__name__}"
-            self._tell(url, _DOWN, why)
+            self._down(url, str(error) or type(error).__name__)
             return None
         except Exception:  # of ours; the next one may be fine
             log.exception("a heartbeat to %s", url)
@@ -132,9 +134,15 @@ class Beats:
                 log.info("the router at %s answers", url)
             return None
         code, message = _error(found)
+        if found.status_code >= 500:  # it is about to end, mostly
+            self._down(url, message)
+            return None
         why = f"the router at {url} refuses this node: {message}"
         self._tell(url, why, why)
         return _Refusal(why, may_pass=code == NAME_TAKEN) if found.status_code in (400, 409) else None
+
+    def _down(self, url: str, why: str) -> None:
+        self._tell(url, _DOWN, f"the router at {url} does not answer: {why}")
 
     def _tell(self, url: str, kind: str, why: str) -> None:
         """In the log, unless it is what was wrong before."""

@@ -291,6 +291,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.side.heard(
                 report.report if isinstance(report, StepReport) else None,
                 tuple(connector_output.finished_sending or ()),
+                tuple(connector_output.failed_recving or ()),
             )
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -241,8 +241,8 @@ class SchedulerSide:
         ended_s = self._clock.monotonic() - (_RUNNING_S if starves else _PATIENCE_S)
         return tuple(name for name, left_s in self._leaving.items() if left_s <= ended_s)
 
-    def heard(self, report: Report | None, sent: Sequence[str] = ()) -> None:
-        """What a step's output says. `sent`: ended requests whose blocks vLLM has freed."""
+    def heard(self, report: Report | None, sent: Sequence[str] = (), failed: Sequence[str] = ()) -> None:
+        """What a step's output says. `sent`: ended requests whose blocks vLLM has freed; `failed`: loading ones."""
         for name in sent:
             self._leaving.pop(name, None)
         if report is not None:
@@ -250,6 +250,11 @@ class SchedulerSide:
             self._pin()
         for one in self._tracked.values():
             one.barred = one.barred or (one.lent and self.cache.broken(one.name))
+        for name in failed:  # vLLM takes all blocks from them, also those that were loaded well
+            tracked = self._tracked.get(name)
+            if tracked is not None and tracked.lent:
+                tracked.barred = True
+                self._vacate(tracked)
 
     def _pin(self) -> None:
         """Keep blocks from vLLM that copies may still write to. It frees those of a failed load after this step."""

@@ -69,6 +69,7 @@ class WorkerSide:
         self._orders = Orders()
         self._live: dict[int, Load | Save] = {}  # jobs that have not ended
         self._stuck: set[int] = set()  # loads among them whose copies hang
+        self._given_up: set[int] = set()  # those of them whose requests were said to have failed
         self._failed: set[str] = set()  # requests that waited for such, to be reported
         self._reading: set[int] = set()  # saves that have not read their blocks
         self._idle = False  # nothing is computed, and loads are waited for
@@ -157,8 +158,10 @@ class WorkerSide:
             loaded = self._loaded()
             left = self._left()
             for name in loaded:
-                if not self._stuck.isdisjoint(self._loading.pop(name)):
+                stuck = self._stuck & self._loading.pop(name)
+                if stuck:
                     self._failed.add(name)
+                    self._given_up |= stuck
             for name in left:
                 del self._leaving[name]
             for jobs, until_s in self._leaving.values():
@@ -233,8 +236,9 @@ class WorkerSide:
             elif isinstance(event, JobDone | JobFailed):
                 order = self._live.pop(event.job, None)
                 self._reading.discard(event.job)
-                if event.job in self._stuck:  # nobody has its blocks any more
-                    self._stuck.remove(event.job)
+                self._stuck.discard(event.job)
+                if event.job in self._given_up:  # nobody has its blocks any more
+                    self._given_up.remove(event.job)
                 elif isinstance(order, Load):
                     self._bad.update(order.slots[num_good(order, event) :])
             self._changed.notify_all()

@@ -16,6 +16,7 @@ from typing import Final
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
+from headwater.policy import LeafOrder
 from headwater.storage.base import Clock, Deadline, PutStatus
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.geometry import sectors
@@ -33,7 +34,8 @@ class Search:
     spare: frozenset[PageName] = field(init=False)  # what it wants, and what that builds on, is no victim
     extent: int | None = None  # to be cut anew, for
     slot_bytes: int = 0  # slots of this size
-    doomed: Iterator[PageName] = field(default_factory=lambda: iter(()))  # its pages, and what builds on them
+    order: LeafOrder[PageName] | None = None  # in which its pages, and what builds on them, are
+    doomed: Iterator[PageName] = field(default_factory=lambda: iter(()))  # to go
     emptied: list[Slot] = field(default_factory=list)  # its slots, ours
 
     def __post_init__(self) -> None:
@@ -118,6 +120,9 @@ class Allocator:
 
     def _empty_more(self, at: Attachment, search: Search) -> bool:
         """Unpublish some of what has to go. Whether there may be more."""
+        order = at.catalog.mirror.order
+        if order is not search.order and search.extent is not None:  # at first, and where everything was read again
+            search.order, search.doomed = order, order.leaves_first(at.catalog.pages_in(search.extent))
         batch = list(islice(search.doomed, STEP_PAGES))
         if any(name in search.spare for name in batch):
             search.extent = None
@@ -183,6 +188,5 @@ class Allocator:
             taken = catalog.take_extent(extent, at.owner)
             if taken is not None:
                 search.extent, search.slot_bytes, search.emptied = extent, slot_bytes, taken
-                search.doomed = catalog.mirror.order.leaves_first(catalog.pages_in(extent))
                 return True
         return False

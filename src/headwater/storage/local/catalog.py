@@ -132,6 +132,13 @@ class Catalog:
 
     def catch_up(self, deadline: Deadline) -> bool:
         """Bring the mirror up to date. Takes no lock between processes. False at the deadline: the next one goes on."""
+        try:
+            return self._catch_up(deadline)
+        except BaseException:  # it may have heard of one half of a change
+            self.mirror.seen = -1
+            raise
+
+    def _catch_up(self, deadline: Deadline) -> bool:
         while True:
             newest = self.table.newest()
             if newest is None:  # it is just being written, or damaged
