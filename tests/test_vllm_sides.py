@@ -345,7 +345,7 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(
 def test_a_copy_that_hangs_and_ends_between_two_steps_has_loaded_nothing(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step hears at once that it hung and that it is over, without a byte, in blocks that are still the request's."""
+    """The step hears at once that it hung and that it is over, with nothing in blocks that are still the request's."""
     prompt = list(range(1, 42))
     with engine_of(disk) as one:
         one.add(FakeRequest("a", prompt, 2))
