@@ -57,6 +57,6 @@ def test_a_process_is_stopped_wherever_it_may_be(shm: Path, tmp_path: Path, medi
 def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:
     report = two_caches.campaign(shm / "store", seconds=30 * FACTOR, seed=1)
     assert report.ok, report
-    assert report.kills > 5
-    assert report.stops > 5
+    assert report.kills > 2
+    assert report.stops > 2
     assert report.requests > 1000
