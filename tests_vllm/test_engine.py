@@ -165,7 +165,7 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(engine: Any, alone:
             assert all(pool.blocks[block].ref_cnt == 1 for block in pinned), "nobody's but ours"
             assert pool.get_num_free_blocks() == num_free - len(pinned)
             assert one.tokens(BATCH) == alone["gqa"][1:], "others go on"
-            assert one.scheduler.side._pinned == pinned
+            assert one.scheduler.side._pinned >= pinned  # and blocks of who wanted to load meanwhile, behind that copy
         finally:
             go_on.set()
         assert one.worker.hands.drain(20)
