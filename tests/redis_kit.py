@@ -91,8 +91,6 @@ class FakeRedis:
     def _serve(self, one: _Connection) -> None:
         with one.sock, contextlib.suppress(OSError):
             for commands in _exchanges(one.sock):
-                if _was_given_up(one.sock):  # or it would be done at any time: after what was asked since
-                    return
                 if one.is_out_of_step:
                     self.reused.append(commands)
                 said = self.spoil(commands, [self._answer(command) for command in commands])
@@ -128,14 +126,6 @@ class FakeRedis:
         if name in (b"PEXPIRE", b"PEXPIREAT"):
             return b":%d\r\n" % (words[0] in self.values)
         return b"+OK\r\n"
-
-
-def _was_given_up(sock: socket.socket) -> bool:
-    """Whether the client has closed it, and waits for no answer."""
-    try:
-        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
 
 
 def bulk(value: bytes) -> bytes:
