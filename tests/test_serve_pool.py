@@ -23,8 +23,6 @@ from headwater.testing.mooncake import MooncakePool
 from serve_kit import WAIT_S, directory, model, serving
 from test_redis import Server
 
-SERVERS = 4  # a store that is asked by a busy machine may be too late for one, which computes then
-
 __all__ = ["directory", "model"]
 
 PROMPT = "All of this was said before, by somebody else, to another server. " * 4
@@ -75,12 +73,9 @@ def test_two_processes_on_one_mooncake_pool(directory: Path, tmp_path: Path) -> 
         with process(shared, tmp_path / "first.log") as url:
             text, usage = ask(url)
             assert by_tier(usage) == {}
-        for _ in range(SERVERS):
-            with process(shared, tmp_path / "second.log") as url:
-                again, usage = ask(url)
-            assert again == text
-            if "pool" in by_tier(usage):
-                break
+        with process(shared, tmp_path / "second.log") as url:
+            again, usage = ask(url)
+    assert again == text
     assert by_tier(usage)["pool"] >= usage["prompt_tokens"] - 16
 
 
@@ -90,17 +85,15 @@ def test_what_one_server_computed_the_next_finds_in_the_pool(
 ) -> None:
     pool = f"local:{tmp_path / 'pool'}" if kind == "local" else redis.url
     texts, tiers = [], []
-    for _ in range(1 + SERVERS):
+    for _ in range(2):
         with serving(directory, model, pool=pool) as one:
             text, usage = ask(one.url)
             texts.append(text)
             tiers.append(by_tier(usage))
             assert one.running.cache.drain(WAIT_S)
-        if "pool" in tiers[-1]:
-            break
-    assert len(set(texts)) == 1
+    assert texts[0] == texts[1]
     assert tiers[0] == {}
-    assert tiers[-1]["pool"] >= 200
+    assert tiers[1]["pool"] >= 200
 
 
 def test_what_is_read_from_the_pool_comes_to_the_local_tier(directory: Path, model: Model, tmp_path: Path) -> None:
