@@ -5,6 +5,7 @@ over the line instead, in pieces with pauses before them. It remembers on which 
 """
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -36,6 +37,29 @@ def honest(commands: Sequence[Command], answers: Sequence[bytes]) -> Said:
 class _Connection:
     sock: socket.socket
     is_out_of_step: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_busy: bool = False  # something came, and is not yet answered; with the lock
+    is_over: bool = False  # nothing that comes is heard any more
+
+    def take(self) -> bytes:
+        """What came, as soon as something does."""
+        self.sock.recv(1, socket.MSG_PEEK)
+        with self.lock:
+            self.is_busy = True
+            return self.sock.recv(1 << 20)
+
+    def is_quiet(self) -> bool:
+        """Whether all that came was answered."""
+        with self.lock:
+            if self.is_over:
+                return True
+            try:
+                self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return not self.is_busy
+            except OSError:
+                pass
+            return False  # there is more, or its end
 
 
 class FakeRedis:
@@ -48,6 +72,7 @@ class FakeRedis:
         self.reused: list[Sequence[Command]] = []  # what came on a connection that was out of step
         self._stopped = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()  # of who has come
         self._connections: list[_Connection] = []
         self._threads = [threading.Thread(target=self._accept, name="fake redis")]
         self._threads[0].start()
@@ -55,6 +80,21 @@ class FakeRedis:
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def settle(self) -> None:
+        """Wait until all that clients ever said was done, by those too who gave up and hung up.
+
+        Without it a write that was given up may be done behind a later delete, on a busy machine: Redis promises no
+        order between two connections.
+        """
+        until_s = time.monotonic() + 60
+        while True:
+            with self._lock:
+                waiting, _, _ = select.select([self._listener], [], [], 0)
+                if not waiting and all(one.is_quiet() for one in self._connections):
+                    return
+            assert time.monotonic() < until_s, "clients go on talking"
+            time.sleep(0.001)
 
     def close(self) -> None:
         self._stopped.set()
@@ -78,19 +118,28 @@ class FakeRedis:
     def _accept(self) -> None:
         while not self._stopped.is_set():
             try:
-                sock, _ = self._listener.accept()
-            except OSError:
+                select.select([self._listener], [], [])
+                with self._lock:
+                    one = _Connection(self._listener.accept()[0])
+                    self._connections.append(one)
+            except (OSError, ValueError):  # closed
                 return
-            one = _Connection(sock)
-            self._connections.append(one)
             self.num_connections += 1
             thread = threading.Thread(target=self._serve, args=(one,), name="fake redis")
             self._threads.append(thread)
             thread.start()
 
     def _serve(self, one: _Connection) -> None:
-        with one.sock, contextlib.suppress(OSError):
-            for commands in _exchanges(one.sock):
+        try:
+            self._talk(one)
+        finally:
+            with one.lock:
+                one.is_over = True
+                one.sock.close()
+
+    def _talk(self, one: _Connection) -> None:
+        with contextlib.suppress(OSError):
+            for commands in _exchanges(one):
                 if one.is_out_of_step:
                     self.reused.append(commands)
                 said = self.spoil(commands, [self._answer(command) for command in commands])
@@ -100,6 +149,7 @@ class FakeRedis:
                         return
                     one.sock.sendall(piece)
                 if said.silent:
+                    one.is_over = True
                     self._stopped.wait()
                     return
                 if said.hangs_up:
@@ -132,7 +182,7 @@ def bulk(value: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(value), value)
 
 
-def _exchanges(sock: socket.socket) -> Iterator[list[Command]]:
+def _exchanges(one: _Connection) -> Iterator[list[Command]]:
     """Commands as they come, those of one exchange together: all that are there when there is no more for a moment."""
     buffer = bytearray()
     commands: list[Command] = []
@@ -143,12 +193,13 @@ def _exchanges(sock: socket.socket) -> Iterator[list[Command]]:
             del buffer[:size]
             commands.append(command)
             continue
-        if commands and not buffer and (commands[-1][0] != b"PING") and _has_more(sock):
+        if commands and not buffer and (commands[-1][0] != b"PING") and _has_more(one.sock):
             pass  # the end of an exchange is a PING, or nothing more
         elif commands and not buffer:
             yield commands
             commands = []
-        data = sock.recv(1 << 20)
+            one.is_busy = False
+        data = one.take()
         if not data:
             return
         buffer += data

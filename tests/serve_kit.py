@@ -117,9 +117,10 @@ def serving(
 ) -> Iterator[Served]:
     """A server that is gone, with all it had, at the end; unless the engine is to die, nothing may be held then.
 
-    `door`: its limits that are not the usual ones.
+    `door`: its limits that are not the usual ones. Stores get the time they take, however busy the machine is.
     """
-    config = ServeConfig(**{"model": directory, "num_blocks": 512, "node_key": KEY, **options})
+    patient = {"look_timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
+    config = ServeConfig(**{"model": directory, "num_blocks": 512, "node_key": KEY, **patient, **options})
     with open_engine(config, model=model) as running, listen("127.0.0.1", 0) as listener:
         answers = threading.Event()
         service = Service(running, config, replace(limits_of(config), **door or {}), url=address(listener))

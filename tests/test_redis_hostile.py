@@ -91,6 +91,7 @@ def test_whatever_stands_for_an_answer(word: bytes, at: int) -> None:
         server.spoil = replacing(at, word)
         call_all(store)
         server.spoil = honest
+        server.settle()
         store.delete(NAMES, deadline=soon())
         assert put(store, PAGES) == [PutStatus.STORED] * 4
         assert read(store, PAGES) == [GetStatus.HIT] * 4
@@ -289,6 +290,7 @@ def test_any_stream_of_answers(spoilt: list[Callable[[Sequence[Command], Sequenc
         server.spoil = spoil
         call_all(store)
         server.spoil = honest
+        server.settle()
         store.delete(NAMES, deadline=soon())
         assert put(store, PAGES) == [PutStatus.STORED] * 4
         assert read(store, PAGES) == [GetStatus.HIT] * 4

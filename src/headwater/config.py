@@ -219,6 +219,8 @@ class ServeConfig:
         10.0  # for a prompt's KV: to the pool (then an error), or from it (then computed, or an error)
     )
     pd_recompute: bool = True  # whether a decode node may compute what it could not read
+    look_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
+    load_timeout_s: float = 5.0
     max_body_bytes: int = 8 << 20
     max_prompt_chars: int | None = None  # None: as many as the context's tokens could stand for
     max_connections: int = 1024
@@ -256,7 +258,7 @@ class ServeConfig:
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
         _require_count("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
-        for name in ("request_timeout_s", "lease_s", "pd_timeout_s"):
+        for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "look_timeout_s", "load_timeout_s"):
             _require_seconds(name, getattr(self, name))
         _require_count("port", self.port, 0)
         if self.port > 65535:
@@ -320,6 +322,10 @@ class ServeConfig:
         if self.in_fleet:
             places = (self.host, *self.routers, *(() if self.advertise is None else (self.advertise,)))
             require_node_key(self.node_key, *places)
+
+    def tier(self, name: str) -> TierConfig:
+        """How the brain uses one store."""
+        return TierConfig(name=name, look_timeout_s=self.look_timeout_s, load_timeout_s=self.load_timeout_s)
 
     @property
     def in_fleet(self) -> bool:

@@ -10,7 +10,6 @@ from headwater.config import (
     CacheConfig,
     ResidencyConfig,
     ServeConfig,
-    TierConfig,
     default_node,
     pool_kind,
 )
@@ -129,7 +128,7 @@ def open_engine(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,
             block_bytes=layout.page_bytes,
-            tiers=tuple(TierConfig(name=name) for name in stores),
+            tiers=tuple(map(config.tier, stores)),
         )
         recorder = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
         cache = stack.enter_context(

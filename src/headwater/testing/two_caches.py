@@ -166,6 +166,9 @@ class _Process:
 # --- the campaign -----------------------------------------------------------------------------------------------------
 
 
+_FAULTS: Final = ("stop", "stop", "kill", "kill", "kill")
+
+
 class _Child:
     def __init__(self, directory: Path, logs: Path, seed: int) -> None:
         self.log = logs / f"{seed}.log"
@@ -211,11 +214,13 @@ def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int =
         everyone: list[_Child] = []
         running = [start() for _ in range(processes)]
         until_s = time.monotonic() + seconds
+        deck: list[str] = []  # what comes next: a slow machine, which has few of them, has some of both too
         while time.monotonic() < until_s:
             time.sleep(min(rng.uniform(0.3, 2.0), max(0.0, until_s - time.monotonic())))
             at = rng.randrange(processes)
             victim = running[at]
-            if rng.random() < 0.4:
+            deck = deck or rng.sample(_FAULTS, len(_FAULTS))
+            if deck.pop() == "stop":
                 report.stops += 1
                 victim.was_stopped = True
                 victim.process.send_signal(signal.SIGSTOP)
