@@ -223,7 +223,7 @@ def test_bytes_that_came_after_the_deadline_are_not_used(make: Callable[..., Rig
     rig = make(clock=clock)
     rig.saved(range(4))
     odd(rig).answers["get_into"] = slowly(clock)
-    assert rig.ear.results(rig.load(range(100, 104), within_s=0.5)) == ["late"] * 4
+    assert rig.ear.results(rig.load(range(100, 104), within_s=0.9)) == ["late"] * 4
     assert rig.untouched(range(100, 104))
 
 
@@ -296,7 +296,7 @@ def test_a_promotion_that_runs_out_of_time_is_late_for_the_rest(make: Callable[.
     rig = make({"disk": OddStore(), "host": OddStore()}, slice_pages=4, clock=clock)
     rig.saved(range(12), store="disk")
     odd(rig).answers["put"] = slowly(clock)
-    assert rig.ear.results(rig.promote(12, "host", store="disk", within_s=0.5)) == ["stored"] * 4 + ["late"] * 8
+    assert rig.ear.results(rig.promote(12, "host", store="disk", within_s=0.9)) == ["stored"] * 4 + ["late"] * 8
 
 
 def test_jobs_of_nothing_end_too(make: Callable[..., Rig]) -> None:

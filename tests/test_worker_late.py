@@ -98,7 +98,7 @@ def test_an_answer_after_the_deadline_is_no_answer(make: Callable[..., Rig]) -> 
     clock = FakeClock()
     rig = make(clock=clock)
     odd(rig).answers["contains"] = slowly(clock)
-    assert rig.ear.failure(rig.look(2, within_s=0.5)) is Failure.LATE
+    assert rig.ear.failure(rig.look(2, within_s=0.9)) is Failure.LATE
 
 
 def test_a_queued_job_whose_deadline_passes_never_begins(make: Callable[..., Rig]) -> None:

@@ -324,7 +324,7 @@ def odd(rig: Rig, store: str = "host") -> OddStore:
 
 
 def slowly(clock: FakeClock) -> Callable[[list[Any]], list[Any]]:
-    """A right answer that takes a second."""
+    """A right answer that takes a second: a little more than a job of 0.9 s has, and less than the watch gives it."""
 
     def answer(found: list[Any]) -> list[Any]:
         clock.advance(1.0)
