@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidConfig, InvalidCopy, InvalidLayout, NotInstalled, ResourceClosed
+from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KVLayout, opaque_layout
@@ -86,6 +87,29 @@ def check(case: Case) -> None:
                 assert [[digest % 2**64 for digest in row] for row in found.tolist()] == pieces_digests(case, wanted)
         for rows_found, rows_wanted in zip(target.rows, expected.rows, strict=True):
             assert torch.equal(rows_found, rows_wanted)
+
+
+@pytest.mark.parametrize(("size", "most"), [(5 * 1024 + 48, 1024), (3000, 1000), (4096, 4096)])
+def test_planes_that_are_cut_out_of_one_run(size: int, most: int) -> None:
+    """A block is one run of bytes, with others between: pieces of it are planes, whose blocks are a run apart."""
+    flat = torch.randint(0, 256, (7, size), dtype=torch.uint8, device=DEVICE, generator=torch.Generator(DEVICE))
+    before = flat.clone()
+    cache = RegisteredCache({"all": flat}, num_blocks=7, block_tokens=4, plane_bytes=most)
+    assert [row.shape[1] for row in cache.rows] == [most] * (size // most) + ([size % most] if size % most else [])
+    slots = [5, 0, 3]
+    ids = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
+    rows = torch.zeros(3, size, dtype=torch.uint8, device=DEVICE)
+    digests = torch.zeros(3, len(cache.rows), dtype=torch.int64, device=DEVICE)
+    planes = range(len(cache.rows))
+    gather(PlaneTable(cache), ids, rows, planes=planes, digests=digests)
+    assert torch.equal(rows, before[slots])
+    for row, found in zip(rows.cpu().numpy(), digests.tolist(), strict=True):
+        cuts = [row[at : at + most].tobytes() for at in range(0, size, most)]
+        assert [digest % 2**64 for digest in found] == [xxh3_64_intdigest(cut) for cut in cuts]
+    flat.zero_()
+    scatter(PlaneTable(cache), ids, rows, planes=planes)
+    assert torch.equal(flat[slots], before[slots])
+    assert not flat[[1, 2, 4, 6]].any()
 
 
 LENGTHS = st.one_of(

@@ -3,8 +3,10 @@
 The engine checks every byte that it computes with; these tests see to it that there is something to check.
 """
 
+import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,11 +23,12 @@ from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import build, courier
+from headwater.integrations.vllm.executor import Executor, Starting
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts
 from headwater.integrations.vllm.pacer import Flight
-from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.integrations.vllm.settings import read_config
+from headwater.integrations.vllm.registered import RegisteredCache, say_planes
+from headwater.integrations.vllm.settings import ExecutorKind, read_config
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.storage.base import Deadline
 from headwater.storage.wrappers import Faults, FaultyStore
@@ -48,6 +51,18 @@ def clock() -> FakeClock:
 ROOM_S = 60.0  # for a busy machine; nothing here waits for its end
 
 
+def plane(num_blocks: int, width: int, shared: Path | None) -> torch.Tensor:
+    """KV, which other processes can map if it is in a file: as they can a GPU's."""
+    if shared is None:
+        return torch.zeros(num_blocks, width, dtype=torch.uint8)
+    shared.parent.mkdir(exist_ok=True)
+    number, name = tempfile.mkstemp(prefix="kv-", dir=shared.parent)
+    os.close(number)
+    storage = torch.UntypedStorage.from_file(name, shared=True, nbytes=num_blocks * width)
+    found: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_blocks, width))  # type: ignore[call-overload]
+    return found
+
+
 @contextmanager
 def engine_of(
     directory: Path,
@@ -68,8 +83,10 @@ def engine_of(
             **options,
         }
     )
-    planes = [[torch.zeros(num_blocks, width, dtype=torch.uint8) for width in WIDTHS] for _ in range(world)]
-    workers, facts = [], []
+    far = config.executor is ExecutorKind.PROCESS
+    planes = [[plane(num_blocks, width, directory if far else None) for width in WIDTHS] for _ in range(world)]
+    workers: list[build.OpenWorker | Executor | Starting] = []
+    facts = []
     with pytest.MonkeyPatch.context() as patch:
         if faults is not None:
             opened = build.open_tiers
@@ -79,13 +96,16 @@ def engine_of(
 
             patch.setattr(build, "open_tiers", faulty)
         for rank in range(world):
-            tensors = {str(at): plane for at, plane in enumerate(planes[rank])}
+            tensors = {str(at): one for at, one in enumerate(planes[rank])}
             device = RegisteredCache(tensors, num_blocks=num_blocks, block_tokens=SIZE)
             layout = device.layout
             identity = CacheIdentity(
                 model="fake", weights=bytes(32), config=bytes(32), layout=layout.fingerprint, block_tokens=SIZE
             )
-            workers.append(build.open_worker(config, device, identity=identity, rank=rank, world=world))
+            who: dict[str, Any] = {"identity": identity.digest, "rank": rank, "world": world}
+            workers.append(
+                Starting(config, say_planes(device), **who) if far else build.open_worker(config, device, **who)
+            )
             facts.append(
                 RankFacts(
                     rank=rank,
@@ -94,15 +114,17 @@ def engine_of(
                     plane_bytes=layout.plane_bytes,
                     num_blocks=num_blocks,
                     identity=as_fields(identity),
+                    far=far,
                 )
             )
+        ready = [one.wait() if isinstance(one, Starting) else one for one in workers]
         scheduler = build.open_scheduler(config, facts)
     try:
-        group = Group([worker.side for worker in workers])
+        group = Group([worker.side for worker in ready])
         yield FakeEngine(scheduler.side, group, [plane for of in planes for plane in of], sync=config.load == "sync")
     finally:
         scheduler.close()
-        for worker in workers:
+        for worker in ready:
             worker.close(0.0)
 
 
@@ -135,14 +157,15 @@ def prompts(seed: int, number: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.parametrize("executor", ["threads", "process"])
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str) -> None:
+def test_a_second_engine_finds_what_the_first_computed(disk: Path, mode: str, executor: str) -> None:
     prompt = list(range(1, 42))
-    with engine_of(disk, load=mode) as one:
+    with engine_of(disk, load=mode, executor=executor) as one:
         one.add(FakeRequest("a", prompt, 9))
         run(one)
         assert one.scheduler.cache.metrics.value("hit_tokens_total") == 0
-    with engine_of(disk, load=mode) as two:
+    with engine_of(disk, load=mode, executor=executor) as two:
         request = FakeRequest("b", prompt, 9)
         two.add(request)
         run(two)

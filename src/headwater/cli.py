@@ -478,7 +478,7 @@ def bench_vllm(
         options = vllm_stages.Options(
             python=interpreter,
             device=device,
-            contenders=names or vllm_stages.NAMES,
+            contenders=names or vllm_stages.USUAL,
             lmcache=lmcache,
             shape=shape or ("8b" if device == "cuda" else "medium"),
             models=models,

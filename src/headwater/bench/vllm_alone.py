@@ -25,13 +25,13 @@ from headwater.bench.pool_ways import NotHere
 from headwater.bench.report import Report, Tell
 from headwater.bench.vllm import prompt_of
 from headwater.bench.vllm_client import WorkerFailed, start_worker
-from headwater.bench.vllm_contenders import OURS, PLAIN, open_contender, require_vllm
+from headwater.bench.vllm_contenders import OURS, PLAIN, THREADS, open_contender, require_vllm
 from headwater.bench.vllm_models import digest_model, prepare_model
 from headwater.bench.vllm_stages import NAMES, Measured, Options, Run, TimeOver
 from headwater.bench.vllm_table import ratios_of, summary_of, table_of
 from headwater.storage.scratch import memory_root
 
-ALIASES: Final = {"none": PLAIN, "ours": OURS, "offload": "offloading"}
+ALIASES: Final = {"none": PLAIN, "ours": OURS, "offload": "offloading", "threads": THREADS}
 _MODULE: Final = "headwater.bench.vllm_load"
 _FIRST_TOKENS, _FIRST_ANSWER = 69, 4
 _UP_S: Final = 240.0

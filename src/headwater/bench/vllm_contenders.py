@@ -27,6 +27,7 @@ from headwater.storage.scratch import disk_root, memory_root
 PLAIN: Final = "plain"  # vLLM alone: cold, and its own prefix cache
 OURS: Final = "headwater"
 SYNC: Final = f"{OURS}-sync"  # the same, with loads inside the step that needs them
+THREADS: Final = f"{OURS}-threads"  # the same, with blocks moved in vLLM's own process
 NAMES: Final = ("offloading", "lmcache", "lmcache-shm", OURS, SYNC)
 _SHM: Final = Path("/dev/shm")  # noqa: S108  where a server of somebody else puts its pool
 _UP_S: Final = 60.0
@@ -68,11 +69,12 @@ def open_contender(
         spec = {"spec_name": "MemcpyOffloadingSpec", "spec_module_path": "headwater.bench.vllm_memcpy"}
         transfer = _transfer("OffloadingConnector", {"cpu_bytes_to_use": room_bytes, **({} if on_gpu else spec)})
         yield Contender(name=name, transfer=transfer)
-    elif name in (OURS, SYNC):
+    elif name in (OURS, SYNC, THREADS):
         with _scratch(memory_root(room_bytes)) as host, _scratch(disk_root()) as disk:
             extra = {"host_directory": f"{host}/store", "host_bytes": room_bytes}
             extra |= {"disk_directory": f"{disk}/store", "disk_bytes": room_bytes}
             extra |= {"load": "sync"} if name == SYNC else {}
+            extra |= {"executor": "threads"} if name == THREADS else {}
             transfer = _transfer("HeadwaterConnector", extra | dict(ours or {}), module="headwater.integrations.vllm")
             yield Contender(name=name, transfer=transfer)
     elif on_gpu:

@@ -12,11 +12,18 @@ from typing import Any, Final
 
 from headwater.bench.vllm import prompt_of
 from headwater.bench.vllm_client import Worker, WorkerFailed
-from headwater.bench.vllm_contenders import OURS, PLAIN
+from headwater.bench.vllm_contenders import OURS, PLAIN, THREADS
 from headwater.bench.vllm_models import SHAPES
 from headwater.core.errors import HeadwaterError, InvalidConfig
 
-NAMES: Final = ("offloading", PLAIN, OURS, "lmcache")  # in this order: the first also pays for what is compiled once
+NAMES: Final = (
+    "offloading",
+    PLAIN,
+    OURS,
+    THREADS,
+    "lmcache",
+)  # in this order: the first also pays for what is compiled once
+USUAL: Final = tuple(name for name in NAMES if name != THREADS)  # unless more are asked for
 DEVICES: Final = ("cpu", "cuda")
 _LEAST_S: Final = 3.0  # a stage is begun only with so much time left
 _CHUNK: Final = 256  # tokens: whole blocks, and whole chunks of everybody
@@ -34,7 +41,7 @@ class Options:
 
     python: str
     device: str = "cuda"
-    contenders: tuple[str, ...] = NAMES
+    contenders: tuple[str, ...] = USUAL
     lmcache: Path = Path(".lmc")
     shape: str = "8b"
     logs: Path | None = None  # where what engines print stays; None: nowhere

@@ -46,7 +46,7 @@ def ratios_of(summaries: Mapping[str, Summary], *, ours: str, plain: str) -> dic
     if ours not in summaries:
         return {}
     mine, base = _medians(summaries[ours]), _medians(summaries[plain]) if plain in summaries else {}
-    peers = [_medians(one) for name, one in summaries.items() if name not in (ours, plain)]
+    peers = [_medians(one) for name, one in summaries.items() if name != plain and not name.startswith(ours)]
     found: dict[str, dict[str, float]] = {}
     for name, value in mine.items():
         if name in _NO_RATIO or name.endswith("share"):

@@ -354,6 +354,9 @@ def _fits(value: object, hint: Any) -> bool:
         if not isinstance(value, tuple):
             return False
         if items[-1] is Ellipsis:
+            plain = getattr(items[0], "__supertype__", items[0])
+            if plain in (int, str, bytes):  # thousands of them, of one type
+                return set(map(type, value)) <= {plain}
             return all(_fits(item, items[0]) for item in value)
         return len(value) == len(items) and all(map(_fits, value, items))
     return isinstance(value, getattr(hint, "__supertype__", hint))
@@ -375,5 +378,11 @@ def _lively(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("="):
         return value[1:]
     if isinstance(value, list):
+        kinds = set(map(type, value))  # of thousands, mostly one; and of the words of results there are few
+        if kinds <= {int, float}:
+            return tuple(value)
+        if kinds == {str}:
+            known = {item: _lively(item) for item in set(value)}
+            return tuple(map(known.__getitem__, value))
         return tuple(_lively(item) for item in value)
     return value

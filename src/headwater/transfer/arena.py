@@ -54,6 +54,8 @@ class Owned(ABC):
 class DeviceCache(Owned):
     """Per-layer paged planes, [num_blocks, *plane.shape] each, as an engine's attention wants them."""
 
+    layerwise: bool = True  # whether somebody computes with a block's first layers while the others are on their way
+
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks

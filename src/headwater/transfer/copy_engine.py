@@ -68,6 +68,7 @@ class CopyEngine(Owned):
         self.layout: Final = layout if layout is not None else cache.layout
         self.num_blocks: Final = cache.num_blocks
         self.digests: Final = digests
+        self._layerwise = cache.layerwise
         self._known_groups: dict[int, list[tuple[range, int]]] = {}
         kind = CudaWire if cache.device.type == "cuda" else TorchWire
 
@@ -100,13 +101,15 @@ class CopyEngine(Owned):
     ) -> Transfer:
         """Copy the payloads of `frames` into the blocks in `slots`, group of layers by group. Does not block.
 
+        Where nobody waits for layers (`DeviceCache.layerwise`), all are one group, as far as a place takes them.
+
         `expected`: what the digests must be, [blocks, planes]; None: they were verified before. `on_planes` hears from
         the finishing thread how many leading planes of all blocks are there; `on_over` as in `gather`. Raises
         InvalidCopy, ResourceClosed.
         """
         if expected is not None and expected.shape != (len(slots), len(self.layout.planes)):
             raise InvalidCopy(f"{expected.shape} digests for {len(slots)} blocks of {len(self.layout.planes)} planes")
-        groups = self._groups(len(slots), whole=False)
+        groups = self._groups(len(slots), whole=not self._layerwise)
         return self._submit(
             Direction.IN, slots, frames, groups, expected=expected, on_planes=on_planes, on_over=on_over
         )

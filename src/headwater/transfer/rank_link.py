@@ -45,6 +45,7 @@ class RankLink:
         self.rank = rank
         self.pid = pid
         self.death: str | None = None
+        self.on_counted: Callable[[dict[str, float]], None] | None = None  # hears which counters grew over there
         self.hands = tuple(LinkHands(self, at) for at in range(num_seats))
         self._may_shoot = may_shoot
         self._sock = sock
@@ -176,6 +177,8 @@ class RankLink:
                 self._answers[document["answer"]] = document["is"]
                 self._answered.notify_all()
             return
+        if "counted" in document and self.on_counted is not None:
+            self.on_counted(document["counted"])
         event = decode(document["said"])
         deliver = self.hands[document["seat"]].deliver
         if not isinstance(event, Event):
@@ -240,7 +243,7 @@ class LinkHands:
         return self._link.close(timeout_s)
 
 
-def connect_rank(
+def connect_link(
     sock: socket.socket,
     *,
     rank: int,
@@ -250,8 +253,8 @@ def connect_rank(
     timeout_s: float = 10.0,
     may_shoot: bool = False,
     clock: Clock = SYSTEM_CLOCK,
-) -> list[Seat]:
-    """The seats of a rank in another process, which runs `serve_rank` at the other end of the socket. Blocks.
+) -> RankLink:
+    """The link to a rank in another process, which runs `serve_rank` at the other end of the socket. Blocks.
 
     `pages` and `identity` are what it must serve: another rank's pages would be right bytes in the wrong place. Raises
     RankUnavailable if it does not answer in time or is another than wanted; the socket is closed then.
@@ -269,6 +272,14 @@ def connect_rank(
     except BaseException:
         link.abandon()
         raise
+    return link
+
+
+def connect_rank(
+    sock: socket.socket, *, rank: int, pid: int, pages: Sequence[Page], identity: bytes, **options: Any
+) -> list[Seat]:
+    """The seats of a rank in another process: see `connect_link`, which takes the `options` too."""
+    link = connect_link(sock, rank=rank, pid=pid, pages=pages, identity=identity, **options)
     return [
         Seat(rank, Shard(index, count_), part, hands)
         for (index, count_, part), hands in zip(pages, link.hands, strict=True)

@@ -8,7 +8,7 @@ socket. When the group is gone, everything is cancelled: nobody is left who woul
 import logging
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -23,19 +23,35 @@ log: Final = logging.getLogger("headwater")
 _CLOSE_S: Final = 10.0  # for the workers to end when the group is gone
 
 
-def serve_rank(sock: socket.socket, seats: Sequence[Seat], *, identity: bytes, clock: Clock = SYSTEM_CLOCK) -> bool:
+def serve_rank(
+    sock: socket.socket,
+    seats: Sequence[Seat],
+    *,
+    identity: bytes,
+    counted: Callable[[], Mapping[str, float]] = dict,
+    clock: Clock = SYSTEM_CLOCK,
+) -> bool:
     """Do what the group says with the seats of one rank, until it says close or is gone. Blocks. Closes the seats.
 
-    The clock must be the group's: that of the machine. False: a seat did not end, and may still be at work.
+    The clock must be the group's: that of the machine. `counted` says by how much which counters grew since it was last
+    asked; the group hears that. False: a seat did not end, and may still be at work.
     """
-    return _Server(sock, seats, identity, clock).run()
+    return _Server(sock, seats, identity, counted, clock).run()
 
 
 class _Server:
-    def __init__(self, sock: socket.socket, seats: Sequence[Seat], identity: bytes, clock: Clock) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        seats: Sequence[Seat],
+        identity: bytes,
+        counted: Callable[[], Mapping[str, float]],
+        clock: Clock,
+    ) -> None:
         self._sock = sock
         self._seats = tuple(seats)
         self._identity = identity
+        self._counted = counted
         self._clock = clock
         self._sending = threading.Lock()
         for at, seat in enumerate(self._seats):
@@ -109,7 +125,9 @@ class _Server:
         return at
 
     def _say(self, at: int, event: Event) -> None:
-        self._send({"said": encode(event), "seat": at})
+        with self._sending:
+            grown = self._counted()
+        self._send({"said": encode(event), "seat": at, **({"counted": grown} if grown else {})})
 
     def _answer(self, ask: int, answer: object) -> None:
         self._send({"answer": ask, "is": answer})

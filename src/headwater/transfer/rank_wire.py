@@ -5,7 +5,7 @@
                      {"revive": STORE, "seat": 0, "ask": N}
                      {"close": SECONDS, "ask": N}
     rank to group    {"answer": N, "is": ...}         to a question
-                     {"said": {...}, "seat": 0}       an event
+                     {"said": {...}, "seat": 0}       an event; "counted": counters that grew by then, by title
 
 Each is a u32 of its length, little-endian, and the text. No pickle: what comes in can be anything, and is at worst
 nonsense, which ends the link. Not here: who says what when (`rank_link.py`, `rank_server.py`).

@@ -50,7 +50,7 @@ _NUMBERS: Final = ("first_plane", "start", "num_rows", "num_tasks", "row_stride"
 
 
 class PlaneTable:
-    """Where a cache's planes are and how long: base address, bytes per block and offset in the page, on the device.
+    """Where a cache's planes are: base address, bytes of a block, offset in the page, way to the next; on the device.
 
     `layout` picks the planes, as in `copy.py`; all of the cache's by default. Holds the planes' memory as long as it
     lives, but a copy after the cache was closed is ResourceClosed.
@@ -67,9 +67,10 @@ class PlaneTable:
             raise InvalidCopy(
                 f"a plane has {max(self.layout.plane_bytes)} bytes per block; the kernels take less than 2 GiB"
             )
-        bases = [row.data_ptr() for row in self._rows]
-        entries = list(zip(bases, self.layout.plane_bytes, self.layout.offsets, strict=True))
-        self._alignments = [math.gcd(base, length) for base, length, _ in entries]
+        places = [(row.data_ptr(), row.stride(0)) for row in self._rows]
+        sizes = zip(places, self.layout.plane_bytes, self.layout.offsets, strict=True)
+        entries = [(base, length, offset, stride) for (base, stride), length, offset in sizes]
+        self._alignments = [math.gcd(base, length, stride) for base, length, _, stride in entries]
         self._ends = (*self.layout.offsets, self.layout.page_bytes)
         self._entries = torch.tensor(entries, dtype=torch.int64).to(cache.device)
         self._words = torch.tensor(WORDS, dtype=torch.uint64).to(cache.device)
@@ -283,10 +284,10 @@ def _copy(
         task = group * WARPS + tl.arange(0, WARPS)
         real = task < num_tasks
         plane, row = task // num_rows, task % num_rows
-        entry = entries + (first_plane + plane) * 3
+        entry = entries + (first_plane + plane) * 4
         bytes_per_block = tl.load(entry + 1, mask=real, other=0)
         slot = tl.load(slots + row, mask=real, other=0)
-        paged = tl.load(entry, mask=real, other=0) + slot * bytes_per_block
+        paged = tl.load(entry, mask=real, other=0) + slot * tl.load(entry + 3, mask=real, other=0)
         packed = rows.to(tl.int64) + row.to(tl.int64) * row_stride + tl.load(entry + 2, mask=real, other=0) - start
         source, target = (packed, paged) if SCATTERS else (paged, packed)
         length = bytes_per_block.to(tl.int32)

@@ -175,13 +175,14 @@ class Scene:
         if load == "sync":
             setup["engine"] = {**engine, **self.kind.options, **(options or {}), "async_scheduling": False}
             setup["runner_v1"] = True  # V2 cannot take back a load that failed: our connector refuses it
-        if tiers:
-            setup["transfer"] = self._transfer(tiers, load)
         if (spoil or self.inject) and fault is None and tiers:
             fault = Fault.SPOIL
+        if tiers:
+            setup["transfer"] = self._transfer(tiers, load, threads=fault is not None)
         self.facts = self.worker.ask("open", timeout_s=_OPEN_S, setup=setup, fault=fault, num_good=num_good)
 
-    def _transfer(self, tiers: tuple[str, ...], load: str) -> dict[str, object]:
+    def _transfer(self, tiers: tuple[str, ...], load: str, *, threads: bool) -> dict[str, object]:
+        """`threads`: in the engine's process, where faults are injected."""
         places = self.places
         extra: dict[str, object] = {
             "host_directory": None,
@@ -190,6 +191,8 @@ class Scene:
             "load_timeout_s": LOAD_S,
             "load_when": "always",
         }
+        if threads:
+            extra["executor"] = "threads"
         extra["look_timeout_s"] = 2.0  # others compute on this machine
         if "host" in tiers:
             extra |= {"host_directory": str(places.host), "host_bytes": self.host_bytes}

@@ -25,7 +25,12 @@ from headwater.integrations.vllm.metadata import RankFacts
 from headwater.integrations.vllm.pacer import Pacer
 from headwater.integrations.vllm.requests import Namer
 from headwater.integrations.vllm.scheduler import SchedulerSide
-from headwater.integrations.vllm.settings import ConnectorConfig, LoadWhen, machine_disk_bytes, machine_host_bytes
+from headwater.integrations.vllm.settings import (
+    ConnectorConfig,
+    LoadWhen,
+    machine_disk_bytes,
+    machine_host_bytes,
+)
 from headwater.integrations.vllm.told import Teller
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.frame import frame_bytes
@@ -39,7 +44,7 @@ from headwater.transfer.seats import Seat
 from headwater.transfer.worker import Worker
 
 if TYPE_CHECKING:
-    from headwater.integrations.vllm.registered import RegisteredCache
+    from headwater.integrations.vllm.registered import RowsCache
     from headwater.transfer.staging import TorchStaging
 
 log: Final = logging.getLogger("headwater")
@@ -163,9 +168,9 @@ class OpenWorker:
 
 def open_worker(
     config: ConnectorConfig,
-    device: "RegisteredCache",
+    device: "RowsCache",
     *,
-    identity: CacheIdentity,
+    identity: bytes,
     rank: int,
     world: int,
     overlapping: int = 1,
@@ -198,7 +203,7 @@ def open_worker(
             stores,
             staging,
             layout=device.layout,
-            identity=identity.digest,
+            identity=identity,
             block_tokens=device.layout.block_tokens,
             shard=Shard(rank, world),
             metrics=metrics,
@@ -261,7 +266,8 @@ def open_scheduler(
             tiers=tuple(config.tier(name) for name in stores),
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
-        courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks))
+        far = len(ranks) > 1 or first.far
+        courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
         path = config.record
         if path is not None:  # replicas have one configuration
             path = path.with_name(f"{path.name}.{os.getpid()}")

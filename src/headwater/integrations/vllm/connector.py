@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.core.errors import InvalidConfig
+from headwater.core.errors import HeadwaterError, InvalidConfig, InvalidLayout, RankUnavailable
 from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.engine_facts import (
@@ -33,11 +34,12 @@ from headwater.integrations.vllm.engine_facts import (
     require_cacheable,
     require_orderly,
 )
+from headwater.integrations.vllm.executor import Executor, Starting
 from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
-from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.integrations.vllm.settings import AUTO_LAYOUT, LoadMode, OnFailure, read_config
+from headwater.integrations.vllm.registered import RegisteredCache, say_planes
+from headwater.integrations.vllm.settings import AUTO_LAYOUT, ExecutorKind, LoadMode, OnFailure, read_config
 from headwater.integrations.vllm.stats import HeadwaterProm, HeadwaterStats, kv_events, stats_of
 from headwater.integrations.vllm.weights import remembered, weights_digest
 
@@ -108,7 +110,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens = int(spec.block_size)
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._worker: OpenWorker | None = None
+        self._worker: OpenWorker | Executor | None = None
+        self._starting: Starting | None = None
         self._facts: RankFacts | None = None
         self._scheduler: OpenScheduler | None = None
         self._counted: Counted | None = None
@@ -152,16 +155,18 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._block_tokens,
         )
         self._on_gpu = device.device.type == "cuda"
-        self._worker = open_worker(
-            self._config,
-            device,
-            identity=identity,
-            rank=rank,
-            world=world,
-            overlapping=config.max_concurrent_batches,
-        )
-        self._worker.get_ready(lambda told: log.info("Headwater: %s", told))
-        self._counted = Counted(self._worker.metrics)
+        self._open_here = partial(self._open_threads, device, identity=identity.digest, rank=rank, world=world)
+        if self._config.executor is ExecutorKind.PROCESS or (
+            self._config.executor is ExecutorKind.AUTO and self._on_gpu
+        ):
+            try:
+                self._starting = Starting(
+                    self._config, say_planes(device), identity=identity.digest, rank=rank, world=world
+                )
+            except InvalidLayout as error:
+                self._without_executor(error)
+        if self._starting is None:
+            self._open_here()
         self._facts = RankFacts(
             rank=rank,
             world=world,
@@ -171,8 +176,38 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             identity=as_fields(identity),
         )
 
+    def _open_threads(self, device: RegisteredCache, **facts: Any) -> None:
+        """Blocks are moved by threads of this process. Blocks, while memory is registered."""
+        overlapping = self._vllm_config.max_concurrent_batches
+        self._worker = worker = open_worker(self._config, device, overlapping=overlapping, **facts)
+        worker.get_ready(lambda told: log.info("Headwater: %s", told))
+        self._counted = Counted(worker.metrics)
+
+    def _without_executor(self, error: HeadwaterError) -> None:
+        """Say that threads have to do. Raises InvalidConfig if they are not wanted."""
+        if self._config.executor is ExecutorKind.PROCESS:
+            raise InvalidConfig(f"executor=process: {error}") from error
+        log.warning("Headwater: %s. Blocks are moved by threads of this process, which slows it down a little", error)
+
+    def _wait_for_executor(self) -> None:
+        if self._starting is None:
+            return
+        starting, self._starting = self._starting, None
+        try:
+            executor = starting.wait(overlapping=self._vllm_config.max_concurrent_batches)
+        except RankUnavailable as error:
+            self._without_executor(error)
+            self._open_here()
+            return
+        self._worker = executor
+        if self._facts is not None:
+            self._facts = replace(self._facts, far=True)
+        self._counted = Counted(executor.metrics)
+        log.info("Headwater: blocks are moved by process %d", executor.process.pid)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this worker says of itself."""
+        """What this worker says of itself: vLLM has warmed up, and from now on everything is ready. Blocks for that."""
+        self._wait_for_executor()
         return Introduction(self._facts) if self._facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -359,6 +394,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads, let go of the stores; idempotent. Saves get a few seconds to arrive."""
+        if self._starting is not None:
+            self._starting.give_up()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -11,12 +11,13 @@ its processes, so nobody has to wait for a step to hear what is in them. A block
 Never blocks. Takes no decision about blocks.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
@@ -38,6 +39,7 @@ from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.verdict import Answer, agree, num_good
 
 DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
+_CATCH_UP_S: Final = 5.0
 _MOST_DROPPED: Final = 1 << 16
 
 
@@ -87,11 +89,13 @@ class _Errand:
 class Courier:
     """Carries jobs to the workers and their answers back. `deliver` hears every event."""
 
-    def __init__(self, eyes: Eyes, *, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Takes the eyes over: `close` closes them."""
+    def __init__(self, eyes: Eyes, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK) -> None:
+        """Takes the eyes over: `close` closes them. `others_write`: they hear of saves by looking at the stores."""
         self.deliver: Callable[[Event], None] | None = None
         self._eyes = eyes
         self._num_ranks = num_ranks
+        self._others_write = others_write
+        self._catching_up = 0  # numbers of our own looks, downwards from here
         self._clock = clock
         self._lock = threading.Lock()
         self._bag: list[Instruction] = []
@@ -246,11 +250,23 @@ class Courier:
                 for key, result in zip(order.keys, done.results, strict=True):
                     if result == "stored":
                         self._dropped.pop(key, None)
+            if self._others_write and "stored" in done.results:
+                self._catch_up(order, now_s)
         return done
+
+    def _catch_up(self, order: Job, now_s: float) -> None:
+        """Have the eyes take in what was written, now: who asks next gets its answer at a glance."""
+        with self._lock:
+            self._catching_up -= 1
+            look = Look(job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
+        with contextlib.suppress(ResourceClosed):
+            self._eyes.submit([look])
 
     def _seen(self, event: Event) -> None:
         """An answer of the eyes, in their thread."""
         if isinstance(event, JobDone | JobFailed):
+            if event.job < 0:  # our own
+                return
             with self._lock:
                 look = self._looks.pop(event.job, None)
             if look is not None and isinstance(event, JobDone):

@@ -56,6 +56,7 @@ class RankFacts:
     block_tokens: int
     plane_bytes: tuple[int, ...]  # of a block on this rank, as it is stored
     num_blocks: int
+    far: bool = False  # whether a process of its own, its executor, writes its pages
     identity: dict[str, bytes | str | int] = field(default_factory=dict)  # the fields of its CacheIdentity
 
     @property

@@ -7,6 +7,9 @@ only nominal, on GPUs backends differ. What is read off the tensors is where a b
 - behind it, a dense chunk of bytes per block; vLLM's kernels may use smaller blocks, several of which make one;
 - or chunks of several layers side by side in one allocation, block by block: these are one plane, gaps included.
 
+On a GPU a digest is one warp's work, byte after byte: a plane that is long is cut into several, or a block of one plane
+would keep the device busy for longer than its bytes take over the bus.
+
 Anything else is refused. Because blocks are copied whole, a cache that was written with one tensor-parallel size is of
 no use to another: the identity tells them apart.
 """
@@ -14,7 +17,7 @@ no use to another: the identity tells them apart.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -23,6 +26,10 @@ from headwater.layout.spec import opaque_layout
 from headwater.transfer.arena import DeviceCache
 
 Facts: TypeAlias = dict[str, object]
+
+_GPU_PLANE_BYTES: Final = 32 << 10
+_MOST_PLANES: Final = 256  # that one is cut into
+_PLANE_ALIGNMENT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +46,36 @@ class _Rows:
         return self.storage.data_ptr(), self.stride
 
 
-class RegisteredCache(DeviceCache):
-    """vLLM's tensors, of which nothing is owned: closing it only lets go of them."""
+class RowsCache(DeviceCache):
+    """Tensors of which nothing is owned: closing it only lets go of them."""
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], *, num_blocks: int, block_tokens: int) -> None:
-        """Raises InvalidLayout for tensors in which a block is not a run of bytes."""
+    layerwise = False  # vLLM hears of a block when all of it is there
+
+    def _show(self, planes: Sequence[_Rows], block_tokens: int) -> None:
+        self._rows = [_view(rows, self.num_blocks, self.device) for rows in planes]
+        self.layout = opaque_layout([row.shape[1] for row in self._rows], block_tokens)
+        self._flat = self._rows
+        names = [(plane.role.name, plane.layer) for plane in self.layout.planes]
+        self._tensors = MappingProxyType(dict(zip(names, self._flat, strict=True)))
+        self._closed = False
+
+
+class RegisteredCache(RowsCache):
+    """vLLM's tensors."""
+
+    def __init__(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        plane_bytes: int | None = None,
+    ) -> None:
+        """Raises InvalidLayout for tensors in which a block is not a run of bytes.
+
+        `plane_bytes`: planes have so many at most, or a few times as many where there would be very many; by default as
+        the device wants it.
+        """
         if not kv_caches:
             raise InvalidLayout("vLLM registered no KV tensors")
         found: list[_Rows] = []
@@ -59,12 +91,62 @@ class RegisteredCache(DeviceCache):
             raise InvalidLayout(f"the KV tensors are on several devices: {sorted(map(str, devices))}")
         self.device = devices.pop()
         self.num_blocks = num_blocks
-        self._rows = [_view(rows, num_blocks, self.device) for rows in _merged(found, num_blocks)]
-        self.layout = opaque_layout([row.shape[1] for row in self._rows], block_tokens)
-        self._flat = self._rows
-        names = [(plane.role.name, plane.layer) for plane in self.layout.planes]
-        self._tensors = MappingProxyType(dict(zip(names, self._flat, strict=True)))
-        self._closed = False
+        most = plane_bytes or (_GPU_PLANE_BYTES if self.device.type == "cuda" else None)
+        self.planes = [part for rows in _merged(found, num_blocks) for part in _cut(rows, most)]
+        self._show(self.planes, block_tokens)
+
+
+class MappedCache(RowsCache):
+    """The same in another process, from what `say_planes` said there."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        """Raises InvalidLayout if the memory cannot be mapped here."""
+        try:
+            storages = [_mapped(place) for place in said["storages"]]
+        except (RuntimeError, OSError) as error:
+            raise InvalidLayout(f"vLLM's KV cannot be mapped into this process: {error}") from error
+        self.device = storages[0].device
+        self.num_blocks = int(said["num_blocks"])
+        self._show([_Rows(storages[at], *numbers) for at, *numbers in said["planes"]], int(said["block_tokens"]))
+
+
+def say_planes(cache: RegisteredCache) -> dict[str, Any]:
+    """Where another process finds these tensors, as plain values. Raises InvalidLayout if it cannot map them.
+
+    They must live for as long as it has them.
+    """
+    storages = {rows.storage.data_ptr(): rows.storage for rows in cache.planes}
+    numbers = {address: at for at, address in enumerate(storages)}
+    try:
+        places = [_placed(storage) for storage in storages.values()]
+    except (RuntimeError, OSError) as error:
+        raise InvalidLayout(f"vLLM's KV cannot be shared with another process: {error}") from error
+    return {
+        "storages": places,
+        "planes": [(numbers[one.storage.data_ptr()], one.offset, one.stride, one.num_bytes) for one in cache.planes],
+        "num_blocks": cache.num_blocks,
+        "block_tokens": cache.layout.block_tokens,
+    }
+
+
+def _placed(storage: torch.UntypedStorage) -> dict[str, Any]:
+    if storage.device.type == "cuda":
+        handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        return {"cuda": [part.hex() if isinstance(part, bytes) else part for part in handle]}
+    if storage.filename is None:
+        raise RuntimeError("it is this process' own memory")
+    return {"file": storage.filename, "num_bytes": storage.nbytes()}
+
+
+def _mapped(place: Mapping[str, Any]) -> torch.UntypedStorage:
+    if "cuda" in place:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in place["cuda"]]
+        return torch.UntypedStorage._new_shared_cuda(*handle)
+    found: torch.UntypedStorage = torch.UntypedStorage.from_file(  # type: ignore[assignment]  # its base class' word
+        place["file"], shared=True, nbytes=place["num_bytes"]
+    )
+    return found
 
 
 def _rows_of(name: str, tensor: torch.Tensor, num_blocks: int) -> tuple[list[_Rows], Facts]:
@@ -107,6 +189,16 @@ def _counts_blocks(tensor: torch.Tensor, at: int, num_blocks: int) -> bool:
     if at == 1 and tensor.shape[0] > 2:  # only keys and values may come before
         return False
     return tensor.shape[at] >= num_blocks and tensor.shape[at] % num_blocks == 0
+
+
+def _cut(rows: _Rows, most: int | None) -> list[_Rows]:
+    """Planes of at most so many bytes of a block each, out of one."""
+    if most is None or rows.num_bytes <= most:
+        return [rows]
+    least = -(-rows.num_bytes // _MOST_PLANES)
+    size = most if least <= most else -(-least // _PLANE_ALIGNMENT) * _PLANE_ALIGNMENT
+    starts = range(0, rows.num_bytes, size)
+    return [_Rows(rows.storage, rows.offset + at, rows.stride, min(size, rows.num_bytes - at)) for at in starts]
 
 
 def _merged(found: Sequence[_Rows], num_blocks: int) -> list[_Rows]:

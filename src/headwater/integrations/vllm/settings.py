@@ -61,6 +61,14 @@ class OnFailure(enum.StrEnum):
     FAIL = "fail"
 
 
+class ExecutorKind(enum.StrEnum):
+    """Where blocks are moved."""
+
+    AUTO = "auto"  # in a process of its own where vLLM's KV can be mapped there, which is on a GPU; or else in threads
+    PROCESS = "process"  # vLLM's interpreter has nothing to do with it
+    THREADS = "threads"  # of vLLM's worker
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorConfig:
     """One vLLM engine's cache."""
@@ -79,6 +87,7 @@ class ConnectorConfig:
     load_timeout_s: float = 5.0
     save_timeout_s: float = 30.0
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
+    executor: ExecutorKind = ExecutorKind.AUTO
     threads_per_store: int = 2
     min_load_blocks: int = 1  # fewer are computed
     layout: str | None = AUTO_LAYOUT  # of vLLM's KV, by its name; auto: a block is one run if it can; None: vLLM's own
@@ -103,7 +112,12 @@ class ConnectorConfig:
         for name in ("threads_per_store", "min_load_blocks"):
             _require_whole(name, getattr(self, name), 1)
         _require_whole("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
-        for name, kind in (("load", LoadMode), ("load_when", LoadWhen), ("on_failed_load", OnFailure)):
+        for name, kind in (
+            ("load", LoadMode),
+            ("load_when", LoadWhen),
+            ("on_failed_load", OnFailure),
+            ("executor", ExecutorKind),
+        ):
             if getattr(self, name) is None and name == "load_when":
                 continue
             try:

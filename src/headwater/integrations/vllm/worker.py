@@ -12,7 +12,8 @@ one has ended, a millisecond at most.
 
 Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
 was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
-are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3).
+are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3): hands of this
+process know that at once, those of another must have said so before vLLM writes to the blocks, or they are killed.
 
 No vLLM here, no torch.
 """
@@ -32,6 +33,7 @@ from headwater.transfer.verdict import num_good
 log: Final = logging.getLogger("headwater")
 
 _FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
+_CANCEL_S: Final = 2.0  # for another process to say that it has heard so
 _IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is computed: who spins takes their interpreter
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
 
@@ -59,9 +61,21 @@ class JobHands(Protocol):
 class WorkerSide:
     """Carries a rank's orders out. Called from the worker's thread; what becomes of jobs is heard from others."""
 
-    def __init__(self, hands: JobHands, *, rank: int = 0, overlapping: int = 1, clock: Clock = SYSTEM_CLOCK) -> None:
-        """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said."""
+    def __init__(
+        self,
+        hands: JobHands,
+        *,
+        rank: int = 0,
+        overlapping: int = 1,
+        kill: Callable[[], None] | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said.
+
+        `kill`: the hands are another process', and this ends it; when it returns, nothing is read or written there.
+        """
         self._hands = hands
+        self._kill = kill
         self._overlapping = overlapping
         self._rank = rank
         self._clock = clock
@@ -78,7 +92,7 @@ class WorkerSide:
         self._bad: set[int] = set()  # blocks that failed to load, to be reported
         self._loading: dict[str, set[int]] = {}  # requests that wait: jobs that have not ended
         self._leaving: dict[str, tuple[set[int], float]] = {}  # ended requests: saves that read them, until when
-        hands.deliver = self._heard
+        hands.deliver = self.heard
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -94,6 +108,11 @@ class WorkerSide:
             self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
             late = self._reading & vacated
         self._cancel(late)
+        if late and self._kill is not None:
+            with self._changed:
+                heard = self._changed.wait_for(lambda: self._reading.isdisjoint(late), _CANCEL_S)
+            if not heard:
+                self._kill()
 
     @property
     def step_waits(self) -> bool:
@@ -218,7 +237,7 @@ class WorkerSide:
             now_s = self._clock.monotonic()
             for one in instructions:
                 if isinstance(one, Load | Save):
-                    self._heard(JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=str(error)))
+                    self.heard(JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=str(error)))
 
     def _cancel(self, jobs: Iterable[int]) -> None:
         cancels = [Cancel(job=job) for job in jobs]
@@ -226,7 +245,8 @@ class WorkerSide:
             with contextlib.suppress(ResourceClosed):  # then everything is cancelled
                 self._hands.submit(cancels)
 
-    def _heard(self, event: Event) -> None:
+    def heard(self, event: Event) -> None:
+        """Hear what becomes of jobs, and of stores. Does not block."""
         with self._changed:
             self._events.append(event)
             if isinstance(event, Copied):

@@ -1,0 +1,171 @@
+"""The executor: a process beside a worker of vLLM, which moves its blocks. vLLM's interpreter has no part in it.
+
+    worker of vLLM: `worker.py`                       executor: `executor_main.py`
+    one message per job (`transfer/rank_link.py`) ->  the hands (`transfer/worker.py`), the stores, pinned memory, and
+                              <- what became of it    vLLM's KV tensors, mapped (`registered.py`)
+
+A process of its own has its own interpreter: looking up, verifying and publishing blocks costs tens of microseconds
+each, in which vLLM could not launch. What a job reads was computed before it is begun, and what it wrote has arrived
+when it ends, so no event of the device has to be shared.
+
+It is begun while vLLM warms up, and waited for at its handshake. If it dies, or is shot because it does not answer, its
+jobs end as failed, all tiers are off, and the engine computes everything; one line says so. Where it cannot be had,
+threads of the worker do the same (`build.open_worker`).
+"""
+
+import contextlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final
+
+from headwater.core.errors import RankUnavailable
+from headwater.core.events import StoreOff
+from headwater.integrations.vllm.counted import labels_of
+from headwater.integrations.vllm.settings import ConnectorConfig
+from headwater.integrations.vllm.worker import WorkerSide
+from headwater.layout.shard import Shard
+from headwater.metrics import FAMILIES, Metrics
+from headwater.storage.base import SYSTEM_CLOCK
+from headwater.transfer.rank_link import RankLink, connect_link
+from headwater.transfer.ranks import Ranks
+from headwater.transfer.seats import Seat
+
+log: Final = logging.getLogger("headwater")
+
+READY_S: Final = 120.0  # for an executor to be ready, from when vLLM waits for it
+_LOST_AFTER_S: Final = 5.0  # a job that was cancelled is not answered: it is shot
+_DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
+_EXIT_S: Final = 5.0  # for the process to end, when its work is done
+_TIERS: Final = ("host", "disk", "pool")  # whatever of these there is
+_BEGIN: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from headwater.integrations.vllm.executor_main import main; main(int(sys.argv[1]))"
+)
+
+
+class Executor:
+    """An executor that works, as a worker of vLLM sees it."""
+
+    def __init__(self, link: RankLink, process: "subprocess.Popen[bytes]", *, overlapping: int) -> None:
+        """`overlapping`: see `WorkerSide`."""
+        self.metrics = Metrics()  # what is counted over there, too
+        self.process = process
+        self._closing = False
+        link.on_counted = partial(_count, self.metrics)
+        (far,) = link.hands
+        alone = Seat(0, Shard(0, 1), 0, far)  # a group of this worker
+        self.hands = Ranks([alone], stores=_TIERS, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
+        self.side = WorkerSide(self.hands, rank=link.rank, overlapping=overlapping, kill=self.kill)
+        self._tell_group = far.on_death
+        far.on_death = self._died
+        if far.death is not None:  # before it could be told
+            self._died(far.death)
+
+    def close(self, timeout_s: float = _DRAIN_S) -> None:
+        """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
+        self.hands.drain(timeout_s)
+        self._closing = True
+        self.hands.close(_DRAIN_S)
+        _end(self.process)
+
+    def kill(self) -> None:
+        """End the process, whatever it does; when this returns, it reads and writes nothing any more. Blocks."""
+        self.process.kill()
+        self.process.wait()
+
+    def _died(self, why: str) -> None:
+        """Its jobs end, and then all tiers are off: the brain asks for nothing that nobody could do."""
+        if self._tell_group is not None:
+            self._tell_group(why)
+        if not self._closing:
+            log.error("Headwater's executor is gone (%s): nothing is loaded or saved until vLLM is started again", why)
+        for store in _TIERS:
+            self.side.heard(StoreOff(now_s=SYSTEM_CLOCK.monotonic(), store=store, why=f"the executor: {why}"))
+
+
+class Starting:
+    """An executor that gets ready."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        planes: Mapping[str, Any],
+        *,
+        identity: bytes,
+        rank: int,
+        world: int,
+    ) -> None:
+        """Begin one. `planes`: what `say_planes` said of the KV. Does not block."""
+        self._identity = identity
+        self._page = (rank, world, 0)
+        order = {
+            "config": {name: _plain(value) for name, value in asdict(config).items()},
+            "planes": planes,
+            "identity": identity.hex(),
+            "rank": rank,
+            "world": world,
+            "begun_s": SYSTEM_CLOCK.monotonic(),
+        }
+        self._sock, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(order).encode())
+            stdin.seek(0)
+            self.process = subprocess.Popen(  # noqa: S603  this interpreter, and what it has on its path
+                [sys.executable, "-c", _BEGIN, str(theirs.fileno()), json.dumps(sys.path)],
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,  # who prints there may be a program that others read
+                pass_fds=[theirs.fileno()],
+            )
+
+    def wait(self, *, overlapping: int = 1, timeout_s: float = READY_S) -> Executor:
+        """Wait until it is ready. Blocks. Raises RankUnavailable, with nothing left behind, if that did not happen.
+
+        `overlapping`: see `WorkerSide`.
+        """
+        try:
+            link = connect_link(
+                self._sock,
+                rank=self._page[0],
+                pid=self.process.pid,
+                pages=[self._page],
+                identity=self._identity,
+                timeout_s=timeout_s,
+                may_shoot=True,
+            )
+        except RankUnavailable as error:
+            _end(self.process, at_once=True)
+            raise RankUnavailable(f"no executor: {error}; what it said itself is in the log") from error
+        return Executor(link, self.process, overlapping=overlapping)
+
+    def give_up(self) -> None:
+        """End it before it was waited for; idempotent."""
+        self._sock.close()
+        _end(self.process, at_once=True)
+
+
+def _count(metrics: Metrics, grown: Mapping[str, float]) -> None:
+    """Add what was counted over there."""
+    for title, amount in grown.items():
+        name, values = labels_of(title)
+        if name in FAMILIES:
+            metrics.count(name, amount, **dict(zip(FAMILIES[name].labels, values, strict=True)))
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, int | float) else str(value)
+
+
+def _end(process: "subprocess.Popen[bytes]", *, at_once: bool = False) -> None:
+    """Wait for a process to end; one that does not is killed. Blocks."""
+    if not at_once:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_EXIT_S)
+    process.kill()
+    process.wait()

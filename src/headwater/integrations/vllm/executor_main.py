@@ -1,0 +1,61 @@
+"""What runs in an executor's process (`executor.py`): the hands on vLLM's KV, mapped, until vLLM's worker is gone.
+
+Its order comes as a JSON document on standard input. It ends when the other end of its socket is closed, and for no
+other reason: whoever ends vLLM politely, with a signal to all its processes, wants its last blocks saved.
+"""
+
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from headwater.core.errors import HeadwaterError
+from headwater.integrations.vllm.build import OpenWorker, open_worker
+from headwater.integrations.vllm.counted import Counted
+from headwater.integrations.vllm.settings import ConnectorConfig, read_config
+from headwater.layout.shard import Shard
+from headwater.storage.base import SYSTEM_CLOCK
+from headwater.transfer.rank_server import serve_rank
+from headwater.transfer.seats import Seat
+
+log: Final = logging.getLogger("headwater")
+
+
+def main(descriptor: int) -> None:
+    """Serve one worker of vLLM."""
+    for polite in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(polite, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="Headwater's executor: %(message)s")
+    order: dict[str, Any] = json.load(sys.stdin)
+
+    def say(what: str) -> None:
+        log.info("%s, after %.1f s", what, SYSTEM_CLOCK.monotonic() - order["begun_s"])
+
+    with socket.socket(fileno=descriptor) as sock:
+        try:
+            worker = _open(order, say)
+        except (HeadwaterError, RuntimeError, OSError) as error:  # torch says RuntimeError for whatever the device says
+            sys.exit(f"Headwater's executor cannot begin: {type(error).__name__}: {error}")
+        worker.get_ready(log.info)
+        say("it is ready")
+        seat = Seat(order["rank"], Shard(order["rank"], order["world"]), 0, worker.hands)
+        counted = Counted(worker.metrics)
+        serve_rank(sock, [seat], identity=bytes.fromhex(order["identity"]), counted=lambda: counted.grown(now=True))
+        worker.close()
+
+
+def _open(order: dict[str, Any], say: Callable[[str], None]) -> OpenWorker:
+    say("it is up")
+    from headwater.integrations.vllm.registered import MappedCache
+
+    say("torch is loaded")
+    device = MappedCache(order["planes"])
+    say("vLLM's KV is mapped")
+    config: ConnectorConfig = read_config(order["config"])
+    identity = bytes.fromhex(order["identity"])
+    worker = open_worker(config, device, identity=identity, rank=order["rank"], world=order["world"])
+    say("stores are open, and kernels compiled")
+    return worker
