@@ -160,7 +160,7 @@ def test_one_that_cannot_begin_is_said(tmp_path: Path, capfd: pytest.CaptureFixt
     with pytest.raises(RankUnavailable, match="no executor"):
         starting.wait(timeout_s=ROOM_S)
     assert starting.process.returncode is not None
-    assert "cannot begin: InvalidLayout: vLLM's KV cannot be mapped" in capfd.readouterr().err
+    assert "it cannot begin: InvalidLayout: vLLM's KV cannot be mapped" in capfd.readouterr().err
 
 
 def test_one_that_nobody_waits_for_ends(tmp_path: Path) -> None:

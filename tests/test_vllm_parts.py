@@ -14,7 +14,7 @@ from headwater.core.events import Came, Lost, Went
 from headwater.core.identity import CacheIdentity, root_of
 from headwater.core.keys import BlockKey, block_keys
 from headwater.integrations.vllm import engine_facts
-from headwater.integrations.vllm.counted import Counted, labels_of, merged
+from headwater.integrations.vllm.counted import Counted, merged
 from headwater.integrations.vllm.identity import as_fields, engine_identity, plain, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts
 from headwater.integrations.vllm.pacer import Pacer
@@ -23,7 +23,7 @@ from headwater.integrations.vllm.requests import Namer
 from headwater.integrations.vllm.settings import LoadMode, machine_disk_bytes, machine_host_bytes, read_config
 from headwater.integrations.vllm.told import Teller
 from headwater.integrations.vllm.weights import adapter_digest, weights_digest
-from headwater.metrics import Metrics
+from headwater.metrics import Metrics, labels_of
 from headwater.testing.clock import FakeClock
 
 

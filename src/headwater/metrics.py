@@ -16,6 +16,7 @@ Invariants:
 import enum
 import json
 import math
+import re
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -26,6 +27,8 @@ from typing import Any, ClassVar, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
 
+_TITLE: Final = re.compile(r"(\w+)(?:\{(.*)\})?")
+_LABEL: Final = re.compile(r'\w+=("(?:[^"\\]|\\.)*")')
 PREFIX: Final = "headwater_"
 OVERFLOW: Final = "overflow"
 # Upper ends of a histogram's buckets, two a decade: from what a look-up takes to what nobody waits for.
@@ -202,6 +205,14 @@ class Metrics:
         except (InvalidInput, TypeError) as error:
             self._misused(name, error)
 
+    def take_in(self, grown: Mapping[str, float]) -> None:
+        """Add what counters of another process grew by, under their titles there (`counters`)."""
+        for title, amount in grown.items():
+            name, values = labels_of(title)
+            family = FAMILIES.get(name)
+            if family is not None and len(values) == len(family.labels):
+                self.count(name, amount, **dict(zip(family.labels, values, strict=True)))
+
     def gauge(self, name: str, /, value: float, **labels: str) -> None:
         """Say what a gauge stands at."""
         try:
@@ -321,6 +332,15 @@ class Metrics:
             if name not in self._misuses_told and len(self._misuses_told) < self._max_series:
                 self._misuses_told.add(name)
                 self.event("metric_misused", name=name, reason=str(error))
+
+
+def labels_of(title: str) -> tuple[str, list[str]]:
+    """A counter's name and the values of its labels, in order, from `Metrics.counters`' title."""
+    found = _TITLE.fullmatch(title)
+    if found is None:
+        return title, []
+    name, labels = found.groups()
+    return name, [str(json.loads(value)) for value in _LABEL.findall(labels or "")]
 
 
 def _title(family: Family, of: tuple[str, ...]) -> str:

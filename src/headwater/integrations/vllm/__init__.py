@@ -13,6 +13,8 @@ processes. So brain and hands are in different processes, and talk through vLLM'
          |   <-- events, with the step's output --   |
     stores, only to be asked what they have (`courier.py`)
 
+On a GPU the hands and their stores are in another process still, beside each worker: `executor.py`.
+
 Nothing of the cache is here: what is looked up, loaded, saved, verified, dropped and counted is decided by the brain
 and done by the hands, the same that `headwater serve` runs. The attention store was the other choice: it has no tiers
 and no brain, and its calls block.

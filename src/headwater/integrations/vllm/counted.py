@@ -1,7 +1,5 @@
 """How much counters grew between two questions: what crosses a process' border instead of `Metrics`. No vLLM here."""
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -9,9 +7,6 @@ from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 
 _EVERY_S: Final = 0.05  # vLLM asks with every step
-
-_TITLE: Final = re.compile(r"(\w+)(?:\{(.*)\})?")
-_LABEL: Final = re.compile(r'\w+=("(?:[^"\\]|\\.)*")')
 
 
 class Counted:
@@ -42,12 +37,3 @@ class Counted:
 def merged(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     """The sum of what two processes counted."""
     return {title: one.get(title, 0.0) + other.get(title, 0.0) for title in {**one, **other}}
-
-
-def labels_of(title: str) -> tuple[str, list[str]]:
-    """A counter's name and the values of its labels, in order, from `Metrics.counters`' title."""
-    found = _TITLE.fullmatch(title)
-    if found is None:
-        return title, []
-    name, labels = found.groups()
-    return name, [str(json.loads(value)) for value in _LABEL.findall(labels or "")]

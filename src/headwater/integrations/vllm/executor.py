@@ -22,16 +22,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Final
 
 from headwater.core.errors import RankUnavailable
 from headwater.core.events import StoreOff
-from headwater.integrations.vllm.counted import labels_of
 from headwater.integrations.vllm.settings import ConnectorConfig
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.shard import Shard
-from headwater.metrics import FAMILIES, Metrics
+from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
 from headwater.transfer.rank_link import RankLink, connect_link
 from headwater.transfer.ranks import Ranks
@@ -58,7 +56,7 @@ class Executor:
         self.metrics = Metrics()  # what is counted over there, too
         self.process = process
         self._closing = False
-        link.on_counted = partial(_count, self.metrics)
+        link.on_counted = self.metrics.take_in
         (far,) = link.hands
         alone = Seat(0, Shard(0, 1), 0, far)  # a group of this worker
         self.hands = Ranks([alone], stores=_TIERS, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
@@ -140,7 +138,7 @@ class Starting:
                 may_shoot=True,
             )
         except RankUnavailable as error:
-            _end(self.process, at_once=True)
+            _end(self.process)
             raise RankUnavailable(f"no executor: {error}; what it said itself is in the log") from error
         return Executor(link, self.process, overlapping=overlapping)
 
@@ -148,14 +146,6 @@ class Starting:
         """End it before it was waited for; idempotent."""
         self._sock.close()
         _end(self.process, at_once=True)
-
-
-def _count(metrics: Metrics, grown: Mapping[str, float]) -> None:
-    """Add what was counted over there."""
-    for title, amount in grown.items():
-        name, values = labels_of(title)
-        if name in FAMILIES:
-            metrics.count(name, amount, **dict(zip(FAMILIES[name].labels, values, strict=True)))
 
 
 def _plain(value: object) -> object:

@@ -38,7 +38,8 @@ def main(descriptor: int) -> None:
         try:
             worker = _open(order, say)
         except (HeadwaterError, RuntimeError, OSError) as error:  # torch says RuntimeError for whatever the device says
-            sys.exit(f"Headwater's executor cannot begin: {type(error).__name__}: {error}")
+            log.error("it cannot begin: %s: %s", type(error).__name__, error)
+            sys.exit(1)
         worker.get_ready(log.info)
         say("it is ready")
         seat = Seat(order["rank"], Shard(order["rank"], order["world"]), 0, worker.hands)

@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from headwater.core.events import Came, Went
-from headwater.integrations.vllm.counted import Counted, labels_of, merged
+from headwater.integrations.vllm.counted import Counted, merged
 from headwater.integrations.vllm.told import Move, Named
-from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family
+from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family, labels_of
 
 _MEDIA: Final = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE, "pool": "POOL"}
 _made: dict[tuple[Any, str, tuple[str, ...]], Any] = {}  # Prometheus takes a name once
