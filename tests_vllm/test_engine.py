@@ -238,6 +238,8 @@ def test_what_cannot_be_cached_is_refused(model_of: Callable[[str], Any]) -> Non
         Engine(model_of("gqa"), "gqa", {"host_dir": "/dev/shm/x"})
     with pytest.raises(Exception, match="dummy"):
         Engine(model_of("gqa"), "gqa", {}, load_format="dummy")
+    with pytest.raises(Exception, match="executor=process: vLLM's KV cannot be shared"):  # a CPU's
+        Engine(model_of("gqa"), "gqa", {"executor": "process"})
 
 
 def test_what_others_hear(engine: Any, tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

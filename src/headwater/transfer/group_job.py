@@ -15,7 +15,7 @@ class GroupJob:
 
     __slots__ = (
         *("cancelled", "copied", "ends", "kind", "order", "overdue", "said_copied", "said_stuck", "seats"),
-        *("started_s", "told", "waiting", "writes"),
+        *("shot", "started_s", "told", "waiting", "writes"),
     )
 
     def __init__(self, order: Job, seats: Sequence[int], started_s: float) -> None:
@@ -31,6 +31,7 @@ class GroupJob:
         self.said_stuck = False
         self.cancelled = False  # somebody asked for that, or nothing that is still being loaded would count
         self.overdue = False  # the deadline passed, and it was cancelled for that
+        self.shot = False  # all who did not answer were shot for it: their death is waited for
         self.told = False  # its event was said
 
     def answer(self, at: int, end: End) -> bool:

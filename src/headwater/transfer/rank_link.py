@@ -56,7 +56,7 @@ class RankLink:
         self._answers: dict[int, Any] = {}
         self._asks = count(1)
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._lost: str | None = None  # why nothing comes over the socket any more
+        self.lost: str | None = None  # why nothing comes over the socket any more
         self._ended = False  # it said that it has closed its seats
         sock.settimeout(None)
         self._threads = [
@@ -69,7 +69,7 @@ class RankLink:
     def submit(self, seat: int, instructions: Iterable[Instruction]) -> None:
         """Send instructions. Does not block. Raises ResourceClosed when it is known that nobody gets them."""
         with self._lock:
-            gone = self.death or self._lost
+            gone = self.death or self.lost
         if gone is not None:
             raise ResourceClosed(f"the process of rank {self.rank}: {gone}")
         self._outgoing.put({"do": list(instructions), "seat": seat})
@@ -128,7 +128,7 @@ class RankLink:
 
     @property
     def _is_gone(self) -> bool:
-        return self.death is not None or self._lost is not None
+        return self.death is not None or self.lost is not None
 
     def _write(self) -> None:
         while (document := self._outgoing.get()) is not None:
@@ -166,7 +166,7 @@ class RankLink:
                 return False
             for document in incoming.documents():
                 self._hand_on(document)
-        except (OSError, InvalidInput, KeyError, TypeError, IndexError) as error:
+        except Exception as error:  # noqa: BLE001  whatever it is: this thread has to see the process die
             self._lose(f"the link broke: {type(error).__name__}: {error}")
             return False
         return True
@@ -189,8 +189,8 @@ class RankLink:
     def _lose(self, why: str) -> None:
         """Nothing goes over the socket any more; the process may live on."""
         with self._answered:
-            if self._lost is None:
-                self._lost = why
+            if self.lost is None:
+                self.lost = why
             self._answered.notify_all()
         with contextlib.suppress(OSError):  # it was closed before
             self._sock.shutdown(socket.SHUT_RDWR)  # whoever is stuck in it comes back
@@ -264,7 +264,8 @@ def connect_link(
     found = link.ask({"hello": True}, timeout_s)
     try:
         if found is None:
-            raise RankUnavailable(f"rank {rank}, process {pid}, did not answer within {timeout_s:g} s")
+            why = link.death or link.lost or f"it did not answer within {timeout_s:g} s"
+            raise RankUnavailable(f"rank {rank}, process {pid}: {why}")
         if [tuple(page) for page in found["pages"]] != list(pages) or found["identity"] != identity.hex():
             raise RankUnavailable(f"process {pid} serves {found}, not rank {rank}'s {list(pages)} of {identity.hex()}")
         if not before_s <= found["now_s"] <= clock.monotonic():

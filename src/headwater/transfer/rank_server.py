@@ -125,8 +125,12 @@ class _Server:
         return at
 
     def _say(self, at: int, event: Event) -> None:
-        with self._sending:
-            grown = self._counted()
+        grown: Mapping[str, float] = {}
+        try:
+            with self._sending:
+                grown = self._counted()
+        except Exception:  # what became of a job is more important than what was counted
+            log.exception("what was counted cannot be told")
         self._send({"said": encode(event), "seat": at, **({"counted": grown} if grown else {})})
 
     def _answer(self, ask: int, answer: object) -> None:

@@ -15,7 +15,8 @@ Invariants:
   copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
-  allowed (`Mortal.shoot`), which ends what it owes; if it answers after all, it is up again.
+  allowed (`Mortal.shoot`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
+  all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
 Takes no decision about blocks. Not here: the link to another process (`rank_link.py`), pages and stores (`worker.py`).
@@ -390,14 +391,18 @@ class Ranks:
         self._cancel(job)
 
     def _lose(self, job: GroupJob) -> None:
-        """Ranks that were cancelled do not even say so."""
+        """Ranks that were cancelled do not even say so. Those that may be shot are; a job of theirs ends with them."""
         why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
-        self._say_stuck(job)
+        shots = []
         for at in sorted(job.waiting):
             self._roster.change(self._seats[at].rank, RankState.SILENT, why)
             hands = self._seats[at].hands
-            if isinstance(hands, Mortal):
-                hands.shoot()
+            shots.append(isinstance(hands, Mortal) and hands.shoot())
+        if all(shots) and not job.shot:
+            job.shot = True
+            self._set_alarm(job, self._clock.monotonic() + self._lost_after_s)
+        else:
+            self._say_stuck(job)
 
     def _set_alarm(self, job: GroupJob, at_s: float) -> None:
         if len(self._alarms) > 2 * len(self._live) + _STALE_ALARMS:

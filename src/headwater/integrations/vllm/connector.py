@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.core.errors import HeadwaterError, InvalidConfig, InvalidLayout, RankUnavailable
+from headwater.core.errors import InvalidConfig, InvalidLayout, RankUnavailable
 from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.engine_facts import (
@@ -163,7 +163,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 self._starting = Starting(
                     self._config, say_planes(device), identity=identity.digest, rank=rank, world=world
                 )
-            except InvalidLayout as error:
+            except (InvalidLayout, OSError, ValueError) as error:
                 self._without_executor(error)
         if self._starting is None:
             self._open_here()
@@ -183,7 +183,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         worker.get_ready(lambda told: log.info("Headwater: %s", told))
         self._counted = Counted(worker.metrics)
 
-    def _without_executor(self, error: HeadwaterError) -> None:
+    def _without_executor(self, error: Exception) -> None:
         """Say that threads have to do. Raises InvalidConfig if they are not wanted."""
         if self._config.executor is ExecutorKind.PROCESS:
             raise InvalidConfig(f"executor=process: {error}") from error

@@ -14,13 +14,14 @@ threads of the worker do the same (`build.open_worker`).
 """
 
 import contextlib
+import fcntl
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -40,8 +41,8 @@ log: Final = logging.getLogger("headwater")
 READY_S: Final = 120.0  # for an executor to be ready, from when vLLM waits for it
 _LOST_AFTER_S: Final = 5.0  # a job that was cancelled is not answered: it is shot
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
+_LAST_S: Final = 2.0
 _EXIT_S: Final = 5.0  # for the process to end, when its work is done
-_TIERS: Final = ("host", "disk", "pool")  # whatever of these there is
 _BEGIN: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from headwater.integrations.vllm.executor_main import main; main(int(sys.argv[1]))"
@@ -51,15 +52,18 @@ _BEGIN: Final = (
 class Executor:
     """An executor that works, as a worker of vLLM sees it."""
 
-    def __init__(self, link: RankLink, process: "subprocess.Popen[bytes]", *, overlapping: int) -> None:
+    def __init__(
+        self, link: RankLink, process: "subprocess.Popen[bytes]", *, stores: Sequence[str], overlapping: int
+    ) -> None:
         """`overlapping`: see `WorkerSide`."""
+        self._stores = stores
         self.metrics = Metrics()  # what is counted over there, too
         self.process = process
         self._closing = False
         link.on_counted = self.metrics.take_in
         (far,) = link.hands
         alone = Seat(0, Shard(0, 1), 0, far)  # a group of this worker
-        self.hands = Ranks([alone], stores=_TIERS, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
+        self.hands = Ranks([alone], stores=stores, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
         self.side = WorkerSide(self.hands, rank=link.rank, overlapping=overlapping, kill=self.kill)
         self._tell_group = far.on_death
         far.on_death = self._died
@@ -72,11 +76,14 @@ class Executor:
         self._closing = True
         self.hands.close(_DRAIN_S)
         _end(self.process)
+        self.hands.close(_LAST_S)  # if it had to be killed: now the link can end, too
 
-    def kill(self) -> None:
-        """End the process, whatever it does; when this returns, it reads and writes nothing any more. Blocks."""
-        self.process.kill()
-        self.process.wait()
+    def kill(self) -> bool:
+        """End the process, whatever it does. True: it reads and writes nothing any more. Blocks, for seconds at most.
+
+        False: it is in the hands of a driver, or of a disk, that does not answer.
+        """
+        return _end(self.process, at_once=True)
 
     def _died(self, why: str) -> None:
         """Its jobs end, and then all tiers are off: the brain asks for nothing that nobody could do."""
@@ -84,7 +91,7 @@ class Executor:
             self._tell_group(why)
         if not self._closing:
             log.error("Headwater's executor is gone (%s): nothing is loaded or saved until vLLM is started again", why)
-        for store in _TIERS:
+        for store in self._stores:
             self.side.heard(StoreOff(now_s=SYSTEM_CLOCK.monotonic(), store=store, why=f"the executor: {why}"))
 
 
@@ -100,9 +107,11 @@ class Starting:
         rank: int,
         world: int,
     ) -> None:
-        """Begin one. `planes`: what `say_planes` said of the KV. Does not block."""
+        """Begin one. `planes`: what `say_planes` said of the KV. Does not block. Raises OSError, ValueError."""
         self._identity = identity
         self._page = (rank, world, 0)
+        places = {"host": config.host_directory, "disk": config.disk_directory, "pool": config.pool}
+        self._stores = [name for name, place in places.items() if place is not None]
         order = {
             "config": {name: _plain(value) for name, value in asdict(config).items()},
             "planes": planes,
@@ -110,17 +119,26 @@ class Starting:
             "rank": rank,
             "world": world,
             "begun_s": SYSTEM_CLOCK.monotonic(),
+            "parent": os.getpid(),
         }
         self._sock, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as stdin:
+        with theirs, os.fdopen(os.memfd_create("headwater"), "w+b") as stdin:
             stdin.write(json.dumps(order).encode())
             stdin.seek(0)
-            self.process = subprocess.Popen(  # noqa: S603  this interpreter, and what it has on its path
-                [sys.executable, "-c", _BEGIN, str(theirs.fileno()), json.dumps(sys.path)],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,  # who prints there may be a program that others read
-                pass_fds=[theirs.fileno()],
-            )
+            number = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)  # what is below is the child's own
+            path = json.dumps([str(place) for place in sys.path])
+            try:
+                self.process = subprocess.Popen(  # noqa: S603  this interpreter, and what it has on its path
+                    [sys.executable, "-P", "-c", _BEGIN, str(number), path],
+                    stdin=stdin,
+                    stdout=subprocess.DEVNULL,  # who prints there may be a program that others read
+                    pass_fds=[number],
+                )
+            except BaseException:
+                self._sock.close()
+                raise
+            finally:
+                os.close(number)
 
     def wait(self, *, overlapping: int = 1, timeout_s: float = READY_S) -> Executor:
         """Wait until it is ready. Blocks. Raises RankUnavailable, with nothing left behind, if that did not happen.
@@ -140,7 +158,7 @@ class Starting:
         except RankUnavailable as error:
             _end(self.process)
             raise RankUnavailable(f"no executor: {error}; what it said itself is in the log") from error
-        return Executor(link, self.process, overlapping=overlapping)
+        return Executor(link, self.process, stores=self._stores, overlapping=overlapping)
 
     def give_up(self) -> None:
         """End it before it was waited for; idempotent."""
@@ -152,10 +170,13 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, int | float) else str(value)
 
 
-def _end(process: "subprocess.Popen[bytes]", *, at_once: bool = False) -> None:
-    """Wait for a process to end; one that does not is killed. Blocks."""
-    if not at_once:
+def _end(process: "subprocess.Popen[bytes]", *, at_once: bool = False) -> bool:
+    """Wait for a process to end; one that does not is killed. Blocks. False: it lives on."""
+    for kills in (True,) if at_once else (False, True):
+        if kills:
+            process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_S)
-    process.kill()
-    process.wait()
+            return True
+    log.error("Headwater's executor, process %d, cannot be killed", process.pid)
+    return False

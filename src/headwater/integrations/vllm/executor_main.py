@@ -4,11 +4,16 @@ Its order comes as a JSON document on standard input. It ends when the other end
 other reason: whoever ends vLLM politely, with a signal to all its processes, wants its last blocks saved.
 """
 
+import contextlib
 import json
 import logging
+import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,6 +26,8 @@ from headwater.storage.base import SYSTEM_CLOCK
 from headwater.transfer.rank_server import serve_rank
 from headwater.transfer.seats import Seat
 
+_READY_S: Final = 60.0  # for memory to be registered: vLLM warms up meanwhile
+_LAST_S: Final = 30.0  # for what was begun, after vLLM's worker is gone
 log: Final = logging.getLogger("headwater")
 
 
@@ -35,17 +42,30 @@ def main(descriptor: int) -> None:
         log.info("%s, after %.1f s", what, SYSTEM_CLOCK.monotonic() - order["begun_s"])
 
     with socket.socket(fileno=descriptor) as sock:
+        threading.Thread(target=_watch, args=(order["parent"], sock), name="headwater parent", daemon=True).start()
         try:
             worker = _open(order, say)
         except (HeadwaterError, RuntimeError, OSError) as error:  # torch says RuntimeError for whatever the device says
             log.error("it cannot begin: %s: %s", type(error).__name__, error)
             sys.exit(1)
-        worker.get_ready(log.info)
+        worker.get_ready(log.info, timeout_s=_READY_S)
         say("it is ready")
         seat = Seat(order["rank"], Shard(order["rank"], order["world"]), 0, worker.hands)
         counted = Counted(worker.metrics)
         serve_rank(sock, [seat], identity=bytes.fromhex(order["identity"]), counted=lambda: counted.grown(now=True))
         worker.close()
+
+
+def _watch(parent: int, sock: socket.socket) -> None:
+    """End with vLLM's worker, even if a fork of it holds our socket, and even if a copy hangs."""
+    with contextlib.suppress(OSError):  # it is dead already
+        process = os.pidfd_open(parent)
+        if os.getppid() == parent:
+            select.select([process], [], [])
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    time.sleep(_LAST_S)
+    os._exit(1)
 
 
 def _open(order: dict[str, Any], say: Callable[[str], None]) -> OpenWorker:

@@ -141,6 +141,7 @@ def _placed(storage: torch.UntypedStorage) -> dict[str, Any]:
 def _mapped(place: Mapping[str, Any]) -> torch.UntypedStorage:
     if "cuda" in place:
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(place["cuda"][0])  # or another one has a context of ours, too
         handle = [bytes.fromhex(part) if isinstance(part, str) else part for part in place["cuda"]]
         return torch.UntypedStorage._new_shared_cuda(*handle)
     found: torch.UntypedStorage = torch.UntypedStorage.from_file(  # type: ignore[assignment]  # its base class' word

@@ -67,12 +67,12 @@ class WorkerSide:
         *,
         rank: int = 0,
         overlapping: int = 1,
-        kill: Callable[[], None] | None = None,
+        kill: Callable[[], bool] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said.
 
-        `kill`: the hands are another process', and this ends it; when it returns, nothing is read or written there.
+        `kill`: the hands are another process', and this ends it. True: nothing is read or written there any more.
         """
         self._hands = hands
         self._kill = kill
@@ -86,6 +86,7 @@ class WorkerSide:
         self._given_up: set[int] = set()  # those of them whose requests were said to have failed
         self._failed: set[str] = set()  # requests that waited for such, to be reported
         self._reading: set[int] = set()  # saves that have not read their blocks
+        self._cancelled_s: dict[int, float] = {}  # those of them that were told to leave it, and when
         self._idle = False  # nothing is computed, and loads are waited for
         self._num_silent = 0  # steps since anything was said that the scheduler can go on with
         self._events: list[Event] = []
@@ -111,8 +112,11 @@ class WorkerSide:
         if late and self._kill is not None:
             with self._changed:
                 heard = self._changed.wait_for(lambda: self._reading.isdisjoint(late), _CANCEL_S)
-            if not heard:
-                self._kill()
+            if not heard and not self._kill():
+                raise CopyStuck(
+                    "a process that reads blocks which vLLM needs does not answer, and cannot be killed: vLLM must not "
+                    "write to them, so the engine has to stop"
+                )
 
     @property
     def step_waits(self) -> bool:
@@ -187,6 +191,8 @@ class WorkerSide:
                 if now_s >= until_s:
                     overdue |= jobs & self._reading
         self._cancel(overdue)
+        if self._kill is not None and any(now_s - self._cancelled_s.get(job, now_s) > _CANCEL_S for job in overdue):
+            self._kill()  # or vLLM would not have its blocks before the save's own deadline
         self._num_silent = 0 if left or loaded else self._num_silent + 1
         return left, loaded
 
@@ -240,7 +246,10 @@ class WorkerSide:
                     self.heard(JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=str(error)))
 
     def _cancel(self, jobs: Iterable[int]) -> None:
+        now_s = self._clock.monotonic()
         cancels = [Cancel(job=job) for job in jobs]
+        for one in cancels:
+            self._cancelled_s.setdefault(one.job, now_s)
         if cancels:
             with contextlib.suppress(ResourceClosed):  # then everything is cancelled
                 self._hands.submit(cancels)
@@ -255,6 +264,7 @@ class WorkerSide:
                 self._stuck.add(event.job)
             elif isinstance(event, JobDone | JobFailed):
                 order = self._live.pop(event.job, None)
+                self._cancelled_s.pop(event.job, None)
                 self._reading.discard(event.job)
                 self._stuck.discard(event.job)
                 if event.job in self._given_up:  # nobody has its blocks any more
