@@ -4,10 +4,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from dataclasses import fields
@@ -69,7 +71,8 @@ def test_the_first_line_serves(tmp_path: Path) -> None:
         "--max-model-len",
         "1024",
     ]
-    homes = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    shm = tempfile.mkdtemp(prefix="headwater-test-", dir="/dev/shm")  # and not what others left in the usual place
+    homes = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path), "HEADWATER_HOST_DIR": f"{shm}/host"}
     homes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     log = tmp_path / "log"
     with log.open("wb") as output:
@@ -105,3 +108,4 @@ def test_the_first_line_serves(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        shutil.rmtree(shm)

@@ -69,12 +69,12 @@ class Watched:
     worst_s: dict[str, float] = field(default_factory=dict)
     wrong: int = 0
     missed: int = 0  # pages that are there, and were not read
-    asked_twice: int = 0  # reads that took longer than they had, and then did not
+    asked_twice: int = 0  # calls that took longer than they had, and were made again
 
     @property
     def ok(self) -> bool:
         """Whether every promise held."""
-        return not (self.late or self.wrong or self.missed) and self.moments > 0
+        return not (self.late.total() or self.wrong or self.missed) and self.moments > 0
 
     def document(self) -> dict[str, Any]:
         """Plain values."""
@@ -126,14 +126,18 @@ class Watcher:
         return []
 
     def _timed(self, what: str, call: Callable[[Deadline], list[Any]]) -> list[Any]:
-        deadline = Deadline.after(DEADLINE_S)
-        found = call(deadline)
-        over_s = time.monotonic() - deadline.at_s
-        self.seen.calls += 1
-        self.seen.worst_s[what] = max(self.seen.worst_s.get(what, -1.0), round(over_s, 4))
-        grace_s = GRACE_S + (1.0 if what == "open" else 0.0)  # closing tries to sign out for a second
-        if over_s > grace_s:
-            self.seen.late[what] += 1
+        """Make a call. One that is too late is made again beside the victim, as reads are: see `look`."""
+        for again in (False, True):
+            deadline = Deadline.after(DEADLINE_S)
+            found = call(deadline)
+            over_s = time.monotonic() - deadline.at_s
+            self.seen.calls += 1
+            self.seen.worst_s[what] = max(self.seen.worst_s.get(what, -1.0), round(over_s, 4))
+            grace_s = GRACE_S + (1.0 if what == "open" else 0.0)  # closing tries to sign out for a second
+            if over_s <= grace_s:
+                break
+            self.seen.late[what] += again
+            self.seen.asked_twice += not again
         return found
 
 

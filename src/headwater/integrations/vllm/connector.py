@@ -107,6 +107,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = read_config(transfer.kv_connector_extra_config)
         require_cacheable(vllm_config, kv_cache_config)
         require_orderly(vllm_config, sync=self._config.load is LoadMode.SYNC)
+        if self._config.executor is ExecutorKind.PROCESS and vllm_config.device_config.device_type != "cuda":
+            raise InvalidConfig("executor=process: another process can map a GPU's memory only; leave it out")
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens = int(spec.block_size)
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
