@@ -1053,10 +1053,12 @@ class Chaos:
         self.faults: Counter[Fault] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.limits_s: dict[str, float] = {}
+        self._deck: list[Fault] = []
         self.stop = threading.Event()
 
     def script(self, asked: Asked) -> Fault:
-        fault = Fault.NONE if self.random.random() < 0.6 else self.random.choice(list(Fault))
+        self._deck = self._deck or self.random.sample(list(Fault), len(Fault))  # dealt: each comes soon, and often
+        fault = Fault.NONE if self.random.random() < 0.6 else self._deck.pop()
         self.faults[fault] += 1
         return fault
 
