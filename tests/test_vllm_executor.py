@@ -151,8 +151,9 @@ def test_one_that_stands_still_at_the_end_is_killed(
     assert started[0].process.returncode == -signal.SIGKILL
 
 
-def test_one_ends_when_vllm_does(tmp_path: Path) -> None:
+def test_one_ends_when_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever kills vLLM's worker closes its socket, and sends no signal to anybody else."""
+    monkeypatch.setattr(executor, "_DRAIN_S", 0.2)
     starting = begin(tmp_path)
     link = starting.wait(timeout_s=ROOM_S)
     assert starting.process.poll() is None
