@@ -39,10 +39,8 @@ def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_route
     assert all(heard["came"] for heard in found["attackers"].values())
     assert found["attackers"]["slow_head"]["408"]
     assert found["attackers"]["slow_body"]["408"]
-    # In a few seconds a machine that does something else may not come to read them; then they are told so.
-    refused = {"400"} if NIGHTLY else {"400", "408", "429", "503"}
-    assert refused & set(found["attackers"]["giant"]), found["attackers"]
-    assert refused & set(found["attackers"]["crumbs"]), found["attackers"]
+    assert found["attackers"]["giant"].get("400"), found["attackers"]
+    assert found["attackers"]["crumbs"].get("400"), found["attackers"]
     for log in tmp_path.glob("*.log"):
         assert "Traceback" not in log.read_text(), log
 
