@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from headwater.engine.make_model import make_model
 from headwater.fleet import Child, Fleet, FleetOptions
-from headwater.testing.door_attackers import KINDS, NO_END, PATH
+from headwater.testing.door_attackers import KINDS, NO_END, NO_END_S, PATH
 
 PLAN: Final[Mapping[str, int]] = {  # a thousand and more: some of them do not get in
     "silent": 200,
@@ -264,7 +264,7 @@ def attackers(url: str, plan: Mapping[str, int]) -> Iterator[Callable[[], dict[s
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def end() -> dict[str, dict[str, int]]:
-            heard: dict[str, dict[str, int]] = json.loads(process.communicate(timeout=60)[0])
+            heard: dict[str, dict[str, int]] = json.loads(process.communicate(timeout=NO_END_S + 60)[0])
             return heard
 
         try:

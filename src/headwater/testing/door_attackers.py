@@ -24,8 +24,9 @@ NO_END: Final = "no end"
 
 _AGAIN_S: Final = 0.5
 _DRIP_S: Final = 2.0
-_NO_END_S: Final = 120.0  # longer than any connection may live
+NO_END_S: Final = 120.0  # longer than any connection may live
 _HUGE: Final = 7 << 20
+_HEARD_OUT: Final = ("giant", "bomb")  # their answers take as long as the machine has little left for their readers
 
 
 def _head(length: int | None) -> bytes:
@@ -42,7 +43,7 @@ async def _drip(writer: asyncio.StreamWriter, byte: bytes, every_s: float = _DRI
 
 async def silent(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """Says nothing."""
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def slow_head(writer: asyncio.StreamWriter, chance: random.Random) -> None:
@@ -60,7 +61,7 @@ async def slow_body(writer: asyncio.StreamWriter, chance: random.Random) -> None
 async def half_body(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """Nearly all of a large one, and then nothing."""
     writer.write(_head(_HUGE) + b'{"prompt": "' + b"a" * (_HUGE - 1000))
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def unread(writer: asyncio.StreamWriter, chance: random.Random) -> None:
@@ -76,14 +77,14 @@ async def giant(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     piece = chance.choice(["a", " ", "a b", "e\u0301", "\u4e2d", "\U0001f600"])
     data = json.dumps({"prompt": piece * (_HUGE // (len(json.dumps(piece)) - 2)), "max_tokens": 1}).encode()
     writer.write(_head(len(data)) + data)
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def bomb(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """A body that is small as text and large as an object."""
     data = b'{"prompt": 5, "x": [' + b"{}," * (_HUGE // 3) + b"{}]}"
     writer.write(_head(len(data)) + data)
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def crumbs(writer: asyncio.StreamWriter, chance: random.Random) -> None:
@@ -97,26 +98,26 @@ async def many_lines(writer: asyncio.StreamWriter, chance: random.Random) -> Non
     lines = b"a:\r\n" * 4050 + b"\r\n"
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     writer.write(chance.choice([head + lines, _head(None) + b"2\r\n{}\r\n0\r\n" + lines]))
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def linger(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """A body that nobody wants, and that does not come."""
     writer.write(_head(100_000).replace(b"application/json", b"text/plain") + b"{")
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def just_large(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """A whole body that is just too large to be small."""
     data = json.dumps({"prompt": ["ab " * 80] * 260 + ["x" * 9000], "max_tokens": 1}).encode().ljust(66_000)
     writer.write(_head(len(data)) + data)
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 async def garbage(writer: asyncio.StreamWriter, chance: random.Random) -> None:
     """What is no HTTP, or too much of it."""
     writer.write(chance.choice([chance.randbytes(200), b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000, b"\r\n" * 50]))
-    await asyncio.sleep(_NO_END_S)
+    await asyncio.sleep(NO_END_S)
 
 
 KINDS: Final[Mapping[str, _Attack]] = {
@@ -136,26 +137,27 @@ KINDS: Final[Mapping[str, _Attack]] = {
 
 
 async def attack(url: str, plan: Mapping[str, int], over: asyncio.Event) -> dict[str, dict[str, int]]:
-    """Attack until it is over. How often they came and what they heard, by kind."""
+    """Attack until it is over, and hear the last ones out. How often they came and what they heard, by kind."""
     heard: dict[str, Counter[str]] = {kind: Counter() for kind in plan}
-    tasks = [
-        asyncio.create_task(_again(url, kind, heard[kind], random.Random(f"{kind} {number}")))
+    tasks = {
+        asyncio.create_task(_again(url, kind, heard[kind], random.Random(f"{kind} {number}"), over)): kind
         for kind, times in plan.items()
         for number in range(times)
-    ]
+    }
     await over.wait()
-    for task in tasks:
-        task.cancel()
+    for task, kind in tasks.items():
+        if kind not in _HEARD_OUT:
+            task.cancel()
     if tasks:
         await asyncio.wait(tasks)
     return {kind: dict(counted) for kind, counted in heard.items()}
 
 
-async def _again(url: str, kind: str, heard: Counter[str], chance: random.Random) -> None:
-    """One attacker, who comes again and again."""
+async def _again(url: str, kind: str, heard: Counter[str], chance: random.Random, over: asyncio.Event) -> None:
+    """One attacker, who comes again and again, until it is over."""
     parts = urlsplit(url)
     await asyncio.sleep(chance.random() * 2)
-    while True:
+    while not over.is_set():
         heard["came"] += 1
         try:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 12)
@@ -175,7 +177,7 @@ async def _heard(kind: str, reader: asyncio.StreamReader, writer: asyncio.Stream
     doing = asyncio.create_task(KINDS[kind](writer, chance))
     hearing = asyncio.create_task(_status(reader, reads=kind != "unread", stays=kind == "linger"))
     try:
-        done, _ = await asyncio.wait({doing, hearing}, timeout=_NO_END_S, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({doing, hearing}, timeout=NO_END_S, return_when=asyncio.FIRST_COMPLETED)
         if doing in done and hearing not in done and kind != "unread":  # the answer may be on its way
             done, _ = await asyncio.wait({hearing}, timeout=_DRIP_S)
         if not done:
@@ -193,7 +195,7 @@ async def _heard(kind: str, reader: asyncio.StreamReader, writer: asyncio.Stream
 async def _status(reader: asyncio.StreamReader, *, reads: bool, stays: bool) -> str:
     """The status of an answer; `cut` if the connection is closed without one. Who `stays` waits until it is closed."""
     if not reads:
-        await asyncio.sleep(10 * _NO_END_S)
+        await asyncio.sleep(10 * NO_END_S)
     with suppress(OSError, ValueError):
         words = (await reader.readline()).split(b" ")
         while stays and await reader.read(1 << 12):

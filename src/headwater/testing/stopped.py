@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ class Watched:
     worst_s: dict[str, float] = field(default_factory=dict)
     wrong: int = 0
     missed: int = 0  # pages that are there, and were not read
+    why: list[dict[str, Any]] = field(default_factory=list)  # of each late call or missed page: what the kernel says
 
     @property
     def ok(self) -> bool:
@@ -96,7 +98,10 @@ class Watcher:
         store, new = self.store, sample_chain(self._rng.randrange(300, 400), 2)
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
         wanted = [(page.name, page.buffer()) for page in THERE]
+        begin = _kernel_says()
         statuses = self._timed("get", lambda d: reader.get_into(wanted, deadline=d))
+        if any(status is not GetStatus.HIT for status in statuses):
+            self._explain(f"get: {', '.join(statuses)}", begin)
         for page, (_, buffer), status in zip(THERE, wanted, statuses, strict=True):
             self.seen.missed += status is not GetStatus.HIT
             self.seen.wrong += status is GetStatus.HIT and bytes(buffer) != page.frame
@@ -117,6 +122,7 @@ class Watcher:
         return []
 
     def _timed(self, what: str, call: Callable[[Deadline], list[Any]]) -> list[Any]:
+        begin = _kernel_says()
         deadline = Deadline.after(DEADLINE_S)
         found = call(deadline)
         over_s = time.monotonic() - deadline.at_s
@@ -125,7 +131,29 @@ class Watcher:
         grace_s = GRACE_S + (1.0 if what == "open" else 0.0)  # closing tries to sign out for a second
         if over_s > grace_s:
             self.seen.late[what] += 1
+            self._explain(f"{what}: {over_s:.3f} s over", begin)
         return found
+
+    def _explain(self, what: str, begin: dict[str, float]) -> None:
+        """Say where the time of a call went: work, waiting for a core, a machine that stood still, or waiting."""
+        end = _kernel_says()
+        self.seen.why.append({"what": what, **{name: round(end[name] - begin[name], 4) for name in end}})
+
+
+def _kernel_says() -> dict[str, float]:
+    """Of this thread and this machine, up to now; seconds, and numbers of faults and switches."""
+    used = resource.getrusage(resource.RUSAGE_THREAD)
+    run_ns, ready_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    stolen = int(Path("/proc/stat").read_text().split(None, 9)[8])  # of all cores, by who runs this machine
+    return {
+        "wall_s": time.monotonic(),
+        "ran_s": run_ns / 1e9,
+        "waited_for_a_core_s": ready_ns / 1e9,
+        "stolen_s": stolen / os.sysconf("SC_CLK_TCK"),
+        "disk_faults": used.ru_majflt,
+        "slept": used.ru_nvcsw,
+        "was_interrupted": used.ru_nivcsw,
+    }
 
 
 def _start(directory: Path, seed: int, *, traced: bool) -> subprocess.Popen[str]:
