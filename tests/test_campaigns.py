@@ -5,10 +5,16 @@ can be run alone for as long as wanted.
 """
 
 import os
+import random
+import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headwater.storage.base import Deadline, PutStatus
+from headwater.storage.local import LocalStore
 from headwater.testing import cleaner, crash, damage, stopped, two_caches
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
@@ -52,6 +58,29 @@ def test_a_process_is_stopped_wherever_it_may_be(shm: Path, tmp_path: Path, medi
     ):
         assert seen.ok, seen
     assert seen.blocked["put"] > 0, "it was never stopped with the lock in hand"  # between any two system calls
+
+
+@pytest.mark.fault("A3")
+@pytest.mark.parametrize("what", ["sleeps", "computes"])
+def test_who_is_late_by_itself_is_not_taken_for_starved(shm: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    put = LocalStore.put
+
+    def slow_put(self: LocalStore, pages: Any, *, deadline: Deadline) -> list[PutStatus]:
+        if what == "sleeps":
+            time.sleep(0.4)
+        else:
+            until_s = time.thread_time() + 0.4
+            while time.thread_time() < until_s:
+                pass
+        return put(self, pages, deadline=deadline)
+
+    watcher = stopped.Watcher(shm / "store", random.Random(1))
+    monkeypatch.setattr(LocalStore, "put", slow_put)
+    watcher.look()
+    watcher.store.close()
+    assert not watcher.seen.ok
+    assert +watcher.seen.late == Counter(put=1)
+    assert "put" in [why["what"] for why in watcher.seen.why]
 
 
 def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:

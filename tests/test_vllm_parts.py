@@ -443,13 +443,13 @@ def test_counters_cross_processes_as_what_grew() -> None:
     metrics.count("hit_tokens_total", 5, tier="host")
     first = counted.grown()
     (title,) = first
-    assert labels_of(title) == ("hit_tokens_total", ["host"])
+    assert labels_of(title) == ("hit_tokens_total", ("host",))
     metrics.count("hit_tokens_total", 2, tier="host")
     assert counted.grown() == {}, "asked a moment ago"
     clock.advance(1.0)
     assert counted.grown() == {title: 2}
     assert merged(first, {title: 2, "x": 1}) == {title: 7, "x": 1}
-    assert labels_of('a{b="c\\"d",e="f,g"}') == ("a", ['c"d', "f,g"])
+    assert labels_of('a{b="c\\"d",e="f,g"}') == ("a", ('c"d', "f,g"))
 
 
 def test_deadlines_move_to_the_workers_clock() -> None:

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar, Final
 
@@ -334,13 +335,14 @@ class Metrics:
                 self.event("metric_misused", name=name, reason=str(error))
 
 
-def labels_of(title: str) -> tuple[str, list[str]]:
+@lru_cache(maxsize=4096)
+def labels_of(title: str) -> tuple[str, tuple[str, ...]]:
     """A counter's name and the values of its labels, in order, from `Metrics.counters`' title."""
     found = _TITLE.fullmatch(title)
     if found is None:
-        return title, []
+        return title, ()
     name, labels = found.groups()
-    return name, [str(json.loads(value)) for value in _LABEL.findall(labels or "")]
+    return name, tuple(str(json.loads(value)) for value in _LABEL.findall(labels or ""))
 
 
 def _title(family: Family, of: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
@@ -320,13 +321,19 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
         if kind is JobFailed:
             fields["failure"] = Failure(fields["failure"])
         value = kind(**fields)
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"neither an event nor an instruction: {error!r}") from error
     if wrong:
         raise InvalidInput(f"neither an event nor an instruction: {', '.join(wrong)} of {document}")
     return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a kind's fields. To find them takes longer than the rest of `decode`."""
+    return get_type_hints(kind)
 
 
 def fingerprint(values: Iterable[Event | Instruction]) -> str:

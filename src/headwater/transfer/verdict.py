@@ -55,7 +55,10 @@ def num_good(order: Job, end: JobDone | JobFailed) -> int:
     """How many leading blocks one answer counts for."""
     if isinstance(end, JobFailed) or len(end.results) != len(order.keys):
         return 0
-    return sum(1 for _ in takewhile(_GOOD[type(order)].__contains__, end.results))
+    good = _GOOD[type(order)]
+    if set(end.results).issubset(good):  # of hundreds of blocks, mostly all
+        return len(end.results)
+    return sum(1 for _ in takewhile(good.__contains__, end.results))
 
 
 def agree(order: Job, answers: Sequence[Answer]) -> Verdict:
@@ -100,6 +103,8 @@ def _blame(order: Job, answer: Answer) -> Blame:
 
 def _combined(order: Job, done: Sequence[JobDone]) -> list[str]:
     """One result per block; all answers have one for each."""
+    if len(done) == 1 and set(done[0].results).issubset(_GOOD[type(order)]):
+        return list(done[0].results)
     columns = list(zip(*(end.results for end in done), strict=True))
     if isinstance(order, Look):
         return ["held" if set(column) == {"held"} else "absent" for column in columns]
