@@ -13,7 +13,6 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
@@ -305,6 +304,7 @@ _KINDS: Final[dict[str, type[Event | Instruction]]] = {
         *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }
+_HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode
 
 
 def encode(value: Event | Instruction) -> dict[str, Any]:
@@ -321,19 +321,13 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
         if kind is JobFailed:
             fields["failure"] = Failure(fields["failure"])
         value = kind(**fields)
-        hints = _hints(kind)
+        hints = _HINTS[kind]
         wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidInput(f"neither an event nor an instruction: {error!r}") from error
     if wrong:
         raise InvalidInput(f"neither an event nor an instruction: {', '.join(wrong)} of {document}")
     return value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """The types of a kind's fields. To find them takes longer than the rest of `decode`."""
-    return get_type_hints(kind)
 
 
 def fingerprint(values: Iterable[Event | Instruction]) -> str:
