@@ -23,6 +23,7 @@ from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import build, courier
+from headwater.integrations.vllm import scheduler as scheduler_side
 from headwater.integrations.vllm.executor import Executor, Starting
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts
@@ -510,8 +511,33 @@ def test_what_a_store_lost_is_written_again(disk: Path) -> None:
         assert last.num_loaded == 40
 
 
-def test_tokens_of_steps_in_flight_are_not_named(disk: Path) -> None:
+def test_decoded_blocks_are_saved_some_at_a_time_and_all_at_the_end(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk, num_blocks=128) as engine:
+        request = FakeRequest("a", prompt, 47)  # 88 tokens, of which the last is never computed
+        engine.add(request)
+        saved: list[int] = []
+        orders = engine.scheduler.orders
+
+        def seen(blocks_of: Any) -> Orders:
+            found = orders(blocks_of)
+            saved.extend(len(one.keys) for one in found.jobs if isinstance(one, Save))
+            return found
+
+        engine.scheduler.orders = seen  # type: ignore[method-assign]
+        run(engine)
+        assert sum(saved) == 21
+        assert saved[:-1] == [num for num in saved[:-1] if num >= 4]
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        again = FakeRequest("b", request.all_token_ids[:87], 2)
+        engine.add(again)
+        run(engine)
+        assert again.num_loaded == 84
+
+
+def test_tokens_of_steps_in_flight_are_not_named(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, vLLM counts tokens as computed that are not."""
+    monkeypatch.setattr(scheduler_side, "_TOGETHER", 1)
     with engine_of(disk) as engine:
         request = FakeRequest("a", list(range(1, 42)), 2)
         engine.add(request)

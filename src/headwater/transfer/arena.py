@@ -55,6 +55,7 @@ class DeviceCache(Owned):
     """Per-layer paged planes, [num_blocks, *plane.shape] each, as an engine's attention wants them."""
 
     layerwise: bool = True  # whether somebody computes with a block's first layers while the others are on their way
+    takes_turns: bool = False  # whether our kernels never run beside the engine's: it is in another process
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout

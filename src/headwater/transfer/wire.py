@@ -33,6 +33,9 @@ from headwater.transfer.cuda import TO_DEVICE, TO_HOST, copy_calls
 Digests: TypeAlias = npt.NDArray[np.uint64]  # [blocks, planes]
 MAX_ROWS: Final = 1024  # blocks of one piece
 _ALIGNMENT: Final = 16  # of a row in a buffer on the device: vector loads
+_PLACES, _PLACE_BYTES = 4, 31 << 20
+_TURN_PLACES, _TURN_BYTES = 2, 124 << 20  # the same, where kernels take turns with those of another process
+_PROGRAMS: Final = 32  # of a kernel that runs beside an engine's
 
 
 class Direction(enum.Enum):
@@ -101,17 +104,21 @@ class CudaWire:
         layout: KVLayout,
         direction: Direction,
         *,
-        num_places: int = 4,
-        place_bytes: int = 31 << 20,
+        num_places: int | None = None,
+        place_bytes: int | None = None,
         digests: bool = True,
-        programs: int | None = 32,
         direct_bytes: int = 0,
     ) -> None:
         from headwater.transfer.triton_copy import Launcher, PlaneTable
         from headwater.transfer.xxh3 import SHORT
 
+        # Beside an engine's kernels a copy takes few processors, for long. In turns with them it takes all, and rarely:
+        # while it runs nothing else does, and a turn costs as much as a small copy.
+        programs = None if cache.takes_turns else _PROGRAMS
+        num_places = num_places or (_TURN_PLACES if cache.takes_turns else _PLACES)
+        most = place_bytes or (_TURN_BYTES if cache.takes_turns else _PLACE_BYTES)
         self.num_places: Final = num_places
-        self.place_bytes: Final = max(place_bytes, *map(_aligned, layout.plane_bytes))
+        self.place_bytes: Final = max(most, *map(_aligned, layout.plane_bytes))
         self._out: Final = direction is Direction.OUT
         self._payload_at = header_bytes(len(layout.planes))
         self.direct_bytes = direct_bytes

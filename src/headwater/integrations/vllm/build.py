@@ -91,19 +91,21 @@ _sharing: Final = threading.Lock()
 
 
 @contextmanager
-def shared_tiers(config: ConnectorConfig, metrics: Metrics) -> Iterator[Mapping[str, Store]]:
+def shared_tiers(
+    config: ConnectorConfig, metrics: Metrics, *, only_looks: bool = False
+) -> Iterator[Mapping[str, Store]]:
     """The tiers of a process, opened once: scheduler and worker are in one where there is one GPU.
 
     So the scheduler sees at once what the worker wrote, and nobody reads that back from the index. `metrics` of who
-    comes first count what stores count.
+    comes first count what stores count. `only_looks`: the workers are in other processes.
     """
     where = (config.host_directory, config.host_bytes), (config.disk_directory, config.disk_bytes), config.pool
-    key = os.getpid(), open_tiers, where
+    key = os.getpid(), open_tiers, where, only_looks
     with _sharing:
         found = _shared.get(key)
         if found is None:
             with ExitStack() as stack:
-                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None)
+                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None, only_looks=only_looks)
                 found = _shared[key] = _Shared(stores, stack.pop_all())
         found.num_users += 1
     try:
@@ -174,14 +176,16 @@ def open_worker(
     rank: int,
     world: int,
     overlapping: int = 1,
+    metrics: Metrics | None = None,
 ) -> OpenWorker:
     """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log.
 
-    `overlapping`: steps that vLLM begins before it has heard of the first of them.
+    `overlapping`: steps that vLLM begins before it has heard of the first of them. `metrics`: what its stores count in,
+    if they are open already.
     """
     from headwater.transfer.staging import TorchStaging
 
-    metrics = Metrics()
+    metrics = metrics if metrics is not None else Metrics()
     stack = ExitStack()
     with stack:
         if config.switch_interval_s is not None:
@@ -257,8 +261,9 @@ def open_scheduler(
     metrics = Metrics()
     stack = ExitStack()
     with stack:
-        stores = stack.enter_context(shared_tiers(config, metrics))
         first = ranks[0]
+        far = len(ranks) > 1 or first.far
+        stores = stack.enter_context(shared_tiers(config, metrics, only_looks=far))
         cache_config = CacheConfig(
             num_slots=first.num_blocks,
             block_tokens=first.block_tokens,
@@ -266,7 +271,6 @@ def open_scheduler(
             tiers=tuple(config.tier(name) for name in stores),
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
-        far = len(ranks) > 1 or first.far
         courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
         path = config.record
         if path is not None:  # replicas have one configuration

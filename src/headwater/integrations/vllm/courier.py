@@ -40,6 +40,7 @@ from headwater.transfer.verdict import Answer, agree, num_good
 
 DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
 _CATCH_UP_S: Final = 5.0
+_CATCH_UP_BLOCKS: Final = 128  # that were written since: less, who asks next takes in himself
 _MOST_DROPPED: Final = 1 << 16
 
 
@@ -96,6 +97,7 @@ class Courier:
         self._num_ranks = num_ranks
         self._others_write = others_write
         self._catching_up = 0  # numbers of our own looks, downwards from here
+        self._num_unseen = 0  # blocks that were written since the last of them
         self._clock = clock
         self._lock = threading.Lock()
         self._bag: list[Instruction] = []
@@ -255,8 +257,12 @@ class Courier:
         return done
 
     def _catch_up(self, order: Job, now_s: float) -> None:
-        """Have the eyes take in what was written, now: who asks next gets its answer at a glance."""
+        """Have the eyes take in what was written, before it is so much that nobody could answer at a glance."""
         with self._lock:
+            self._num_unseen += len(order.keys)
+            if self._num_unseen < _CATCH_UP_BLOCKS:
+                return
+            self._num_unseen = 0
             self._catching_up -= 1
             look = Look(job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):

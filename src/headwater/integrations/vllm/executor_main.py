@@ -15,13 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.integrations.vllm.build import OpenWorker, open_worker
+from headwater.integrations.vllm.build import OpenWorker, open_worker, shared_tiers
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.layout.shard import Shard
+from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
 from headwater.transfer.rank_server import serve_rank
 from headwater.transfer.seats import Seat
@@ -70,13 +72,19 @@ def _watch(parent: int, sock: socket.socket) -> None:
 
 def _open(order: dict[str, Any], say: Callable[[str], None]) -> OpenWorker:
     say("it is up")
-    from headwater.integrations.vllm.registered import MappedCache
-
-    say("torch is loaded")
-    device = MappedCache(order["planes"])
-    say("vLLM's KV is mapped")
     config: ConnectorConfig = read_config(order["config"])
-    identity = bytes.fromhex(order["identity"])
-    worker = open_worker(config, device, identity=identity, rank=order["rank"], world=order["world"])
-    say("stores are open, and kernels compiled")
+    metrics = Metrics()
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as beside:
+        opening = beside.submit(stack.enter_context, shared_tiers(config, metrics))  # a large slab takes seconds
+        from headwater.integrations.vllm.registered import MappedCache  # and so does torch
+
+        say("torch is loaded")
+        device = MappedCache(order["planes"])
+        say("vLLM's KV is mapped")
+        opening.result()
+        say("stores are open")
+        identity = bytes.fromhex(order["identity"])
+        rank, world = order["rank"], order["world"]
+        worker = open_worker(config, device, identity=identity, rank=rank, world=world, metrics=metrics)
+    say("kernels are compiled")
     return worker

@@ -99,6 +99,8 @@ class RegisteredCache(RowsCache):
 class MappedCache(RowsCache):
     """The same in another process, from what `say_planes` said there."""
 
+    takes_turns = True
+
     def __init__(self, said: Mapping[str, Any]) -> None:
         """Raises InvalidLayout if the memory cannot be mapped here."""
         try:

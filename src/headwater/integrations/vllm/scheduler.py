@@ -41,6 +41,7 @@ log: Final = logging.getLogger("headwater")
 
 _PATIENCE_S: Final = 0.25  # that an ended request is kept for its saves while another waits for blocks,
 _RUNNING_S: Final = 0.05  # or one that runs, and cannot go on
+_TOGETHER: Final = 4  # blocks of a request that runs are saved at once: each save costs a message
 
 
 class BlockPins(Protocol):
@@ -70,6 +71,7 @@ class _Tracked:
     preemptions: int = 0  # when it got them
     barred: bool = False  # a load failed: nothing is loaded for it any more
     num_told: int = 0  # blocks that others have heard of
+    num_named: int = 0  # blocks that have their names, at least
 
     @property
     def name(self) -> str:
@@ -216,7 +218,7 @@ class SchedulerSide:
             if one.request.num_preemptions > one.preemptions:
                 self._vacate(one)
             else:
-                self._commit(one, blocks_of)
+                self._commit(one, blocks_of, _TOGETHER)
                 self._tell(one)
         if self.teller is not None:
             self.teller.watch()
@@ -249,7 +251,8 @@ class SchedulerSide:
             self._courier.heard(report)
             self._pin()
         for one in self._tracked.values():
-            one.barred = one.barred or (one.lent and self.cache.broken(one.name))
+            if one.promised and one.lent and not one.barred:
+                one.barred = self.cache.broken(one.name)
         for name in failed:  # vLLM takes all blocks from them, also those that were loaded well
             tracked = self._tracked.get(name)
             if tracked is not None and tracked.lent:
@@ -268,20 +271,24 @@ class SchedulerSide:
         log.warning("copies that hang keep %d blocks from use", len(stuck))
         self._pinned = stuck
 
-    def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]]) -> None:
-        """Name blocks whose steps have ended."""
+    def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]], least: int = 1) -> None:
+        """Name blocks whose steps have ended, and save them, if there are so many."""
         request, size = one.request, self._size
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids))
         num_full = num_tokens // size
-        if not self._saves or num_full <= one.num_local or self.cache.poll(one.name).loading:
+        if not self._saves or num_full - max(one.num_local, one.num_named) < least:  # as in nearly every step
             return
-        num_named = self.cache.num_named(one.name)
-        if num_full <= num_named:
+        progress = self.cache.poll(one.name)
+        if progress.loading:
+            return
+        one.num_named = num_named = progress.num_ready
+        if num_full - num_named < least:
             return
         try:
             self.cache.lend(one.name, tuple(blocks_of(request.request_id)[:num_full]))
             keys = one.prompt.extend(request.all_token_ids, num_full)
             self.cache.commit(one.name, keys[num_named:num_full])
+            one.num_named = num_full
         except InvalidInput:
             log.exception("blocks of %s could not be named: it is not cached any more", request.request_id)
             self._vacate(one)
@@ -311,7 +318,7 @@ class SchedulerSide:
         one.epoch += 1
         one.asked_s = None
         one.lent = False
-        one.promised, one.sources, one.num_told = 0, (), 0
+        one.promised, one.sources, one.num_told, one.num_named = 0, (), 0, 0
 
     # --- a request goes -----------------------------------------------------------------------------------------------
 

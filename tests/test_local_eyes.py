@@ -1,0 +1,183 @@
+"""LocalEyes see what a LocalStore sees, whatever others write, delete, evict, cut anew or break."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.build import open_local
+from headwater.config import LocalStoreConfig
+from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.local import LocalEyes, LocalStore
+from headwater.storage.local.eyes import Sight
+from headwater.testing.clock import FakeClock
+from headwater.testing.pages import SamplePage, sample_page
+from headwater.testing.stores import StoreTests
+
+LIMIT_BYTES = 8 << 20  # for about half of the pages
+USUAL, WIDE = (60_000, 40_000), (180_000, 180_000)  # two sizes: they take extents away from each other
+CHAINS, DEPTH = 24, 4
+PAGES: list[SamplePage] = [
+    sample_page(chain, depth, plane_bytes=WIDE if chain % 3 == 2 else USUAL)
+    for chain in range(CHAINS)
+    for depth in range(DEPTH)
+]
+NAMES = [page.name for page in PAGES]
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "put", "delete"]), st.integers(0, CHAINS - 1), st.integers(1, DEPTH)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def later() -> Deadline:
+    return Deadline.after(30)
+
+
+def change(store: LocalStore, what: str, chain: int, num: int) -> None:
+    pages = PAGES[chain * DEPTH : chain * DEPTH + num]
+    if what == "put":
+        store.put([page.item for page in pages], deadline=later())
+    else:
+        store.delete([pages[-1].name], deadline=later())
+
+
+def open_both(path: Path) -> tuple[LocalStore, LocalEyes]:
+    writer = open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES))
+    eyes = open_local(LocalStoreConfig(directory=path), only_looks=True)
+    assert isinstance(eyes, LocalEyes)
+    return writer, eyes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eyes")
+
+
+@given(CHANGES, st.integers(1, 8))
+def test_they_see_what_the_writer_sees(root: Path, changes: list[tuple[str, int, int]], every: int) -> None:
+    path = root / os.urandom(8).hex()
+    writer, eyes = open_both(path)
+    with writer, eyes:
+        for at, one in enumerate(changes):
+            change(writer, *one)
+            if at % every == 0:
+                held = writer.contains(NAMES, deadline=later())
+                assert eyes.glance(NAMES) in (held, None)
+                assert eyes.contains(NAMES, deadline=later()) == held
+                assert eyes.glance(NAMES) == held
+        held = writer.contains(NAMES, deadline=later())
+        assert eyes.contains(NAMES, deadline=later()) == held
+        with open_local(LocalStoreConfig(directory=path), only_looks=True) as fresh:
+            assert fresh.contains(NAMES, deadline=later()) == held
+
+
+def test_they_read_it_all_where_the_ring_has_gone_on(place: Path) -> None:
+    writer, eyes = open_both(place / "store")
+    with writer, eyes:
+        ring = eyes._sight._table.geometry.num_changes
+        seen = eyes._sight.seen
+        while (eyes._sight._table.newest() or 0) - seen <= ring:
+            for chain in range(CHAINS):
+                change(writer, "put", chain, DEPTH)
+                change(writer, "delete", chain, 1)
+        change(writer, "put", 1, 3)
+        assert eyes.glance(NAMES) is None  # that would take too long
+        assert eyes.contains(NAMES, deadline=later()) == writer.contains(NAMES, deadline=later())
+        assert sum(eyes.contains(NAMES, deadline=later())) == 3
+
+
+def test_they_follow_many_changes_at_once(place: Path) -> None:
+    writer, eyes = open_both(place / "store")
+    with writer, eyes:
+        seen = eyes._sight.seen
+        for _ in range(45):
+            change(writer, "put", 1, DEPTH)
+            change(writer, "delete", 1, 1)
+        change(writer, "put", 3, 2)
+        assert 256 < (eyes._sight._table.newest() or 0) - seen <= 512  # several steps, and yet few enough for a glance
+        assert eyes.glance(NAMES) == writer.contains(NAMES, deadline=later())
+        assert sum(eyes.contains(NAMES, deadline=later())) == 2
+
+
+def test_little_time_is_used_and_the_next_one_goes_on(place: Path) -> None:
+    writer, eyes = open_both(place / "store")
+    with writer, eyes:
+        for chain in range(CHAINS):
+            change(writer, "put", chain, DEPTH)
+        sight = Sight(eyes._sight._table)
+        clock = FakeClock()
+        rounds = 0
+        while not sight.catch_up(_Ticks(at_s=clock.monotonic() + 1.5, clock=clock)):
+            rounds += 1
+            assert sight.num_behind() is None  # not all of it is known: nobody is told that it is
+            assert rounds < 1000
+        assert rounds > 1
+        assert sight.has_all(NAMES) == writer.contains(NAMES, deadline=later())
+
+
+class _Ticks(Deadline):
+    """A second passes whenever somebody looks."""
+
+    @property
+    def expired(self) -> bool:
+        assert isinstance(self.clock, FakeClock)
+        self.clock.advance(1.0)
+        return super().expired
+
+
+def test_what_they_believe_after_an_interrupt_is_read_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, eyes = open_both(place / "store")
+    with writer, eyes:
+        change(writer, "put", 1, 4)
+        with monkeypatch.context() as patch:
+
+            def interrupt(self: Sight, numbers: object) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(Sight, "_forget", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                eyes.contains(NAMES, deadline=later())
+        assert eyes._sight.num_behind() is None
+        assert eyes.contains(NAMES, deadline=later()) == writer.contains(NAMES, deadline=later())
+
+
+def test_a_store_that_is_taken_away_has_nothing_and_comes_back(place: Path) -> None:
+    path = place / "store"
+    writer, eyes = open_both(path)
+    change(writer, "put", 1, 4)
+    assert sum(eyes.contains(NAMES, deadline=later())) == 4
+    writer.close()
+    for left in path.iterdir():
+        left.unlink()
+    with eyes:
+        assert not any(eyes.contains(NAMES, deadline=later()))
+        assert eyes.down is not None
+        assert eyes.glance(NAMES) is None
+        with open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES)) as writer:
+            assert eyes.revive()
+            change(writer, "put", 3, 2)
+            assert sum(eyes.contains(NAMES, deadline=later())) == 2
+
+
+class TestEyes(StoreTests):
+    """Everything else is a LocalStore's."""
+
+    @pytest.fixture
+    def store(self, place: Path) -> Iterator[Store]:
+        config = LocalStoreConfig(directory=place / "store", limit_bytes=LIMIT_BYTES)
+        with open_local(config, only_looks=True) as store:
+            yield store
+
+
+def test_they_can_read(place: Path) -> None:
+    writer, eyes = open_both(place / "store")
+    with writer, eyes:
+        change(writer, "put", 1, 4)
+        page = PAGES[DEPTH]
+        buffer = page.buffer()
+        assert eyes.get_into([(page.name, buffer)], deadline=later()) == [GetStatus.HIT]
+        assert bytes(buffer) == page.frame
