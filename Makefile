@@ -33,7 +33,7 @@ servers:  ## what the tests start themselves, by Debian's names
 	  || { echo "the tests need redis-server and libibverbs1; as root: apt-get install redis-server libibverbs1"; exit 1; }
 
 test: check servers
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 vllm-venv: $(VLLM_STAMP)
 
