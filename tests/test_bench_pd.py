@@ -53,9 +53,11 @@ def test_both_set_ups_answer_the_same_and_bytes_go_through_the_pool() -> None:
         assert document["replay"][setup]["answers"] == 4
     assert document["replay"]["mixed"]["prompt_tokens"] == document["replay"]["pd"]["prompt_tokens"] > 0
     assert document["replay"]["mixed"]["pool_share_p50"] == 0 < document["replay"]["pd"]["pool_share_p50"]
-    # Tails go through the pool too, and what was read had been written; a set-up of one node reads nothing back.
+    # Tails go through the pool too; a set-up of one node reads nothing back. More may be read than was written: two
+    # requests at once that share a page both read it.
     moved = document["bytes_moved"]
-    assert 0 < moved["from_pool"] <= moved["to_pool"]
+    assert moved["from_pool"] > 0
+    assert moved["to_pool"] > 0
     assert document["bytes_moved_mixed"]["to_pool"] > 0 == document["bytes_moved_mixed"]["from_pool"]
 
 

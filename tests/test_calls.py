@@ -87,6 +87,9 @@ def bench() -> Iterator[Callable[..., Bench]]:
         one.finish()
 
 
+BEGUN_S = 1.0  # within which a call has begun, also where its thread waits for a core
+
+
 def taking(clock: FakeClock, seconds: float) -> Callable[[list[Any]], list[Any]]:
     """A right answer that takes a while."""
 
@@ -252,7 +255,7 @@ def test_stuck_threads_are_replaced_up_to_a_bound_and_then_calls_are_answered_at
     one = bench(num_threads=2, max_extra_threads=1, breaker_failures=100)
     one.hanging.hang("get_into")
     for number in range(3):
-        call, _ = one.get(Deadline.after(0.02))
+        call, _ = one.get(Deadline.after(BEGUN_S))
         assert call.wait() == [GetStatus.LATE] * 4
         assert one.calls.num_stuck == number + 1
     assert not one.calls.ready
@@ -270,7 +273,7 @@ def test_stuck_threads_are_replaced_up_to_a_bound_and_then_calls_are_answered_at
 def test_a_stuck_call_that_nobody_waits_for_is_replaced_too(bench: Callable[..., Bench]) -> None:
     one = bench(num_threads=1, max_extra_threads=1, breaker_failures=100)
     one.hanging.hang("get_into")
-    one.get(Deadline.after(0.01))
+    one.get(Deadline.after(BEGUN_S))
     one.hanging.wait_inside()
     wait_until(lambda: one.calls.ready and one.calls.num_stuck == 1)
     assert one.put().wait() == [PutStatus.STORED] * 4

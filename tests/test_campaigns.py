@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headwater.storage.base import Deadline, PutStatus
+from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.local import LocalStore
 from headwater.testing import cleaner, crash, damage, stopped, two_caches
 
@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600 * FACTOR)]
 @pytest.mark.parametrize(("medium", "tight", "rounds"), [("tmpfs", True, 50), ("disk", True, 30), ("tmpfs", False, 30)])
 def test_processes_are_killed_and_stopped(shm: Path, tmp_path: Path, medium: str, tight: bool, rounds: int) -> None:
     parent = shm if medium == "tmpfs" else tmp_path
-    report = crash.campaign(parent / "store", rounds=rounds * FACTOR, seed=rounds, tight=tight)
+    report = crash.campaign(
+        parent / "store", rounds=rounds * FACTOR, seed=rounds, tight=tight, evictions=1001 if tight else 0
+    )
     assert report.ok, report
     assert report.kills > rounds // 4
     assert report.stops > rounds // 4
@@ -81,6 +83,22 @@ def test_who_is_late_by_itself_is_not_taken_for_starved(shm: Path, monkeypatch: 
     assert not watcher.seen.ok
     assert +watcher.seen.late == Counter(put=1)
     assert "put" in [why["what"] for why in watcher.seen.why]
+
+
+@pytest.mark.fault("A3")
+def test_a_read_that_waits_until_its_deadline_is_not_taken_for_starved(tmp_path: Path) -> None:
+    watcher = stopped.Watcher(tmp_path / "store", random.Random(1))  # on a disk, where pages are read by that call
+
+    def waits(pages: Any, *, deadline: Deadline) -> list[GetStatus]:  # for a lock, and wakes up now and then
+        while not deadline.expired:
+            time.sleep(min(0.001, deadline.remaining_s))
+        return [GetStatus.LATE] * len(pages)
+
+    watcher.store.get_into = waits  # type: ignore[method-assign]
+    for _ in range(10):
+        watcher.look()
+    watcher.store.close()
+    assert watcher.seen.missed == 10 * len(stopped.THERE)
 
 
 def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:

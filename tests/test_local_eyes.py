@@ -1,8 +1,12 @@
 """LocalEyes see what a LocalStore sees, whatever others write, delete, evict, cut anew or break."""
 
 import os
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +14,10 @@ from hypothesis import strategies as st
 
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
+from headwater.core.errors import StoreDamaged
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.local import LocalEyes, LocalStore
+from headwater.storage.local.attach import destroy
 from headwater.storage.local.eyes import Sight
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import SamplePage, sample_page
@@ -52,6 +58,11 @@ def open_both(path: Path) -> tuple[LocalStore, LocalEyes]:
     return writer, eyes
 
 
+def sight_of(eyes: LocalEyes) -> Sight:
+    assert eyes._seen is not None
+    return eyes._seen[1]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("eyes")
@@ -78,9 +89,9 @@ def test_they_see_what_the_writer_sees(root: Path, changes: list[tuple[str, int,
 def test_they_read_it_all_where_the_ring_has_gone_on(place: Path) -> None:
     writer, eyes = open_both(place / "store")
     with writer, eyes:
-        ring = eyes._sight._table.geometry.num_changes
-        seen = eyes._sight.seen
-        while (eyes._sight._table.newest() or 0) - seen <= ring:
+        ring = sight_of(eyes)._table.geometry.num_changes
+        seen = sight_of(eyes).seen
+        while (sight_of(eyes)._table.newest() or 0) - seen <= ring:
             for chain in range(CHAINS):
                 change(writer, "put", chain, DEPTH)
                 change(writer, "delete", chain, 1)
@@ -93,12 +104,14 @@ def test_they_read_it_all_where_the_ring_has_gone_on(place: Path) -> None:
 def test_they_follow_many_changes_at_once(place: Path) -> None:
     writer, eyes = open_both(place / "store")
     with writer, eyes:
-        seen = eyes._sight.seen
+        seen = sight_of(eyes).seen
         for _ in range(45):
             change(writer, "put", 1, DEPTH)
             change(writer, "delete", 1, 1)
         change(writer, "put", 3, 2)
-        assert 256 < (eyes._sight._table.newest() or 0) - seen <= 512  # several steps, and yet few enough for a glance
+        assert (
+            256 < (sight_of(eyes)._table.newest() or 0) - seen <= 512
+        )  # several steps, and yet few enough for a glance
         assert eyes.glance(NAMES) == writer.contains(NAMES, deadline=later())
         assert sum(eyes.contains(NAMES, deadline=later())) == 2
 
@@ -108,10 +121,10 @@ def test_little_time_is_used_and_the_next_one_goes_on(place: Path) -> None:
     with writer, eyes:
         for chain in range(CHAINS):
             change(writer, "put", chain, DEPTH)
-        sight = Sight(eyes._sight._table)
+        sight = Sight(sight_of(eyes)._table)
         clock = FakeClock()
         rounds = 0
-        while not sight.catch_up(_Ticks(at_s=clock.monotonic() + 1.5, clock=clock)):
+        while not sight.refresh(_Ticks(at_s=clock.monotonic() + 1.5, clock=clock)):
             rounds += 1
             assert sight.num_behind() is None  # not all of it is known: nobody is told that it is
             assert rounds < 1000
@@ -129,20 +142,80 @@ class _Ticks(Deadline):
         return super().expired
 
 
-def test_what_they_believe_after_an_interrupt_is_read_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_they_believe_after_an_interrupt_is_read_anew(place: Path) -> None:
+    """At whatever line it comes: the next look sees what the writer sees."""
+    writer, eyes = open_both(place / "store")
+    chance = random.Random(1)
+    codes = {getattr(Sight, name).__code__ for name in ("_forget", "_look", "_look_at_extent", "_follow", "_catch_up")}
+    places = set()
+    with writer, eyes:
+        for _ in range(300):
+            for _ in range(chance.randrange(1, 4)):
+                kind = "put" if chance.random() < 0.7 else "delete"
+                change(writer, kind, chance.randrange(CHAINS), chance.randrange(1, DEPTH + 1))
+            left = chance.randrange(1, 60)
+
+            def line(frame: FrameType, event: str, _: object) -> Any:
+                nonlocal left
+                left -= event == "line"
+                if event == "line" and left == 0:
+                    places.add((frame.f_code.co_name, frame.f_lineno))
+                    raise KeyboardInterrupt
+                return line
+
+            before = sys.gettrace()
+            sys.settrace(lambda frame, event, _: line if frame.f_code in codes else None)
+            try:
+                eyes.contains(NAMES, deadline=later())
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            assert eyes.contains(NAMES, deadline=later()) == writer.contains(NAMES, deadline=later()), places
+    assert len(places) > 15
+
+
+def test_they_do_not_follow_a_writer_for_ever(place: Path) -> None:
+    """One that has a change ready whenever somebody has read the last one."""
     writer, eyes = open_both(place / "store")
     with writer, eyes:
-        change(writer, "put", 1, 4)
-        with monkeypatch.context() as patch:
+        table, num = sight_of(eyes)._table, 0
+        changes = table.changes
 
-            def interrupt(self: Sight, numbers: object) -> None:
-                raise KeyboardInterrupt
+        def busy(first: int, last: int) -> list[int] | None:
+            nonlocal num
+            num += 1
+            assert num < 100, "it never ends"
+            found = changes(first, last)
+            change(writer, "put", 1, 1)
+            change(writer, "delete", 1, 1)
+            return found
 
-            patch.setattr(Sight, "_forget", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                eyes.contains(NAMES, deadline=later())
-        assert eyes._sight.num_behind() is None
-        assert eyes.contains(NAMES, deadline=later()) == writer.contains(NAMES, deadline=later())
+        asks: list[Callable[[], object]] = [
+            lambda: eyes.contains(NAMES, deadline=later()),
+            lambda: eyes.glance(NAMES),
+        ]
+        for ask in asks:
+            change(writer, "put", 2, 1)
+            change(writer, "delete", 2, 1)
+            table.changes = busy  # type: ignore[method-assign]
+            ask()
+            table.changes = changes  # type: ignore[method-assign]
+        assert num == 2
+
+
+def test_a_first_look_that_fails_leaves_nobody_inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = place / "store"
+    open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES)).close()
+    with monkeypatch.context() as patch:
+
+        def fails(self: Sight, deadline: Deadline) -> bool:
+            raise StoreDamaged("it was cut meanwhile")
+
+        patch.setattr(Sight, "_catch_up", fails)
+        with pytest.raises(StoreDamaged):
+            open_local(LocalStoreConfig(directory=path), only_looks=True)
+    destroy(path, deadline=later())  # StoreBusy, if anybody were
 
 
 def test_a_store_that_is_taken_away_has_nothing_and_comes_back(place: Path) -> None:

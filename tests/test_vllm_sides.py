@@ -9,8 +9,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from headwater.integrations.vllm import build, courier
 from headwater.integrations.vllm import scheduler as scheduler_side
 from headwater.integrations.vllm.executor import Executor, Starting
 from headwater.integrations.vllm.identity import as_fields
-from headwater.integrations.vllm.metadata import Orders, RankFacts
+from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
 from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ExecutorKind, read_config
@@ -606,6 +608,18 @@ def _save(job: int, *slots: int) -> Save:
         depth=0,
         tenant=bytes(16),
     )
+
+
+def test_eyes_take_in_what_was_written_to_each_store_before_it_is_much() -> None:
+    """Saves to two stores come in pairs: neither is passed over."""
+    eyes = _Hands()
+    one = courier.Courier(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
+    for number in range(128):
+        order = replace(_save(number, 1, 2, 3, 4), store=("host", "disk")[number % 2])
+        one.submit([order])
+        done = JobDone(now_s=1.0, job=number, results=("stored",) * 4, num_bytes=4, seconds=0.1)
+        one.heard(Report(events=((0, done),)))
+    assert Counter(look.store for look in eyes.given) == {"host": 2, "disk": 2}
 
 
 def test_an_ended_request_leaves_when_its_blocks_were_read(clock: FakeClock) -> None:

@@ -170,9 +170,19 @@ class _Worker:
 
 
 def campaign(
-    directory: Path, *, rounds: int, seed: int = 0, tight: bool = True, workers: int = 3, rounds_per_era: int = 20
+    directory: Path,
+    *,
+    rounds: int,
+    seed: int = 0,
+    tight: bool = True,
+    workers: int = 3,
+    rounds_per_era: int = 20,
+    evictions: int = 0,
 ) -> Report:
-    """Run the campaign on a fresh directory. `tight`: pages must be evicted; otherwise all fit, and none may go."""
+    """Run the campaign on a fresh directory. `tight`: pages must be evicted; otherwise all fit, and none may go.
+
+    `evictions`: it goes on until there were so many, for five times the rounds at most.
+    """
     rng = random.Random(seed)
     report = Report()
     num_chains = 200 if tight else 30
@@ -180,14 +190,15 @@ def campaign(
     held: set[bytes] = set()  # pages that must be there, unless they were evicted
     with tempfile.TemporaryDirectory() as logs:
         next_seed = seed * 1_000_000
-        while report.rounds < rounds:
+        while report.rounds < rounds or (report.evictions < evictions and report.rounds < 5 * rounds):
             running = []
             for _ in range(workers):
                 next_seed += 1
                 running.append(_Worker(directory, Path(logs), next_seed, num_chains))
             everyone = list(running)
             _wait_until_ready(running)
-            for _ in range(min(rounds_per_era, rounds - report.rounds)):
+            left = rounds - report.rounds
+            for _ in range(min(rounds_per_era, left if left > 0 else rounds)):
                 report.rounds += 1
                 time.sleep(rng.uniform(0.02, 0.3))
                 victim = rng.choice(running)

@@ -97,7 +97,7 @@ class Courier:
         self._num_ranks = num_ranks
         self._others_write = others_write
         self._catching_up = 0  # numbers of our own looks, downwards from here
-        self._num_unseen = 0  # blocks that were written since the last of them
+        self._num_unseen: dict[str, int] = {}  # blocks that were written since the last of them, by store
         self._clock = clock
         self._lock = threading.Lock()
         self._bag: list[Instruction] = []
@@ -259,10 +259,10 @@ class Courier:
     def _catch_up(self, order: Job, now_s: float) -> None:
         """Have the eyes take in what was written, before it is so much that nobody could answer at a glance."""
         with self._lock:
-            self._num_unseen += len(order.keys)
-            if self._num_unseen < _CATCH_UP_BLOCKS:
+            num = self._num_unseen.get(order.store, 0) + len(order.keys)
+            self._num_unseen[order.store] = num if num < _CATCH_UP_BLOCKS else 0
+            if num < _CATCH_UP_BLOCKS:
                 return
-            self._num_unseen = 0
             self._catching_up -= 1
             look = Look(job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):

@@ -27,6 +27,7 @@ class Sight:
     """The names of pages that are there. One thread at a time brings it up to date; any may look names up."""
 
     def __init__(self, table: Table) -> None:
+        self._looking = Turn()
         self.seen = -1  # the newest change that it knows; -1: nothing, read it all
         self._table = table
         self._names: dict[int, PageName] = {}  # by slot
@@ -47,8 +48,20 @@ class Sight:
         behind = newest - self.seen
         return behind if 0 <= behind < self._table.geometry.num_changes else None
 
-    def catch_up(self, deadline: Deadline) -> bool:
-        """Bring it up to date. Takes no lock between processes. False at the deadline: the next one goes on."""
+    def refresh(self, deadline: Deadline, *, patience_s: float | None = None) -> bool:
+        """Bring it up to date. Takes no lock between processes. False at the deadline: the next one goes on.
+
+        `patience_s`: for how long to wait for another thread that is at it; until the deadline, by default.
+        """
+        if self.num_behind() == 0:
+            return True
+        try:
+            waits_s = deadline.remaining_s if patience_s is None else patience_s
+            return self._looking.alone(lambda: self._refresh(deadline), waits_s)
+        except IndexLocked:
+            return False
+
+    def _refresh(self, deadline: Deadline) -> bool:
         try:
             return self._catch_up(deadline)
         except BaseException:  # it may have heard of one half of a change
@@ -58,17 +71,16 @@ class Sight:
     def _catch_up(self, deadline: Deadline) -> bool:
         while self._read_all(deadline):
             behind = self.num_behind()
-            if behind == 0:
-                return True
             if behind is not None:
                 if not self._follow(self.seen + behind, deadline):
                     return False
-                continue
+                if self.seen >= 0:  # what came meanwhile is the next one's: somebody may write without end
+                    return True
             newest = self._table.newest()
             if newest is None and self.seen >= 0:  # it is just being written, or damaged
                 return True
+            self._left = list(range(self._table.geometry.num_extents))  # first: nobody takes the rest for all there is
             self.seen = newest or 0  # what changes while all is read is followed after that
-            self._left = list(range(self._table.geometry.num_extents))
         return False
 
     def _read_all(self, deadline: Deadline) -> bool:
@@ -97,6 +109,8 @@ class Sight:
                 extents = {entry: extent for entry in numbers if (extent := changed_extent(entry)) is not None}
                 for entry, extent in extents.items():
                     del numbers[entry]
+                    if deadline.expired:
+                        return False
                     self._look_at_extent(extent)
             self._look(list(numbers))
             self.seen = last
@@ -131,29 +145,34 @@ class Sight:
         """Slots hold no page any more; a page of the same name in another slot stays."""
         slots, names = self._slots, self._names
         for number in numbers:
-            name = names.pop(number, None)
-            if name is not None and slots.get(name) == number:
-                del slots[name]
+            name = names.get(number)
+            if name is not None:  # in this order: an interrupt in between leaves nothing that nobody finds again
+                if slots.get(name) == number:
+                    del slots[name]
+                del names[number]
 
 
 class LocalEyes(LocalStore):
     """A directory of pages, to be looked at."""
 
-    _sight: Sight
-    _looking: Turn
+    _seen: tuple[Attachment, Sight] | None = None  # what was seen of which attachment
 
     def _attach(self, progress: Progress | None = None) -> Attachment:
         at = super()._attach(progress)
-        self._sight, self._looking = Sight(at.catalog.table), Turn()
-        self._refresh(self._sight, Deadline.after(self.config.open_timeout_s))
+        try:
+            self._sight(at).refresh(Deadline.after(self.config.open_timeout_s))
+        except BaseException:
+            self._seen = None
+            at.retire()
+            raise
         return at
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages seem to be there: one look at what is new in the index, then memory."""
 
-        def work(_: Attachment) -> list[bool]:
-            sight = self._sight
-            self._refresh(sight, deadline)
+        def work(at: Attachment) -> list[bool]:
+            sight = self._sight(at)
+            sight.refresh(deadline)
             return sight.has_all(names)
 
         nothing = [False] * len(names)
@@ -162,23 +181,18 @@ class LocalEyes(LocalStore):
     def glance(self, names: Sequence[PageName]) -> list[bool] | None:
         """What `contains` would say, where others changed little since we looked; otherwise None. Never waits."""
 
-        def work(_: Attachment) -> list[bool] | None:
-            sight = self._sight
+        def work(at: Attachment) -> list[bool] | None:
+            sight = self._sight(at)
             behind = sight.num_behind()
             if behind is None or behind > _GLANCE_CHANGES:
                 return None
-            if behind and not self._refresh(sight, Deadline.after(_GLANCE_S), patience_s=0.0):
-                return None
-            return sight.has_all(names)
+            return sight.has_all(names) if sight.refresh(Deadline.after(_GLANCE_S), patience_s=0.0) else None
 
         return self._run(work, None)
 
-    def _refresh(self, sight: Sight, deadline: Deadline, *, patience_s: float | None = None) -> bool:
-        """Bring it up to date. False if that was not possible in time. Waits for no other process."""
-        if sight.num_behind() == 0:
-            return True
-        try:
-            waits_s = deadline.remaining_s if patience_s is None else patience_s
-            return self._looking.alone(lambda: sight.catch_up(deadline), waits_s)
-        except IndexLocked:
-            return False
+    def _sight(self, at: Attachment) -> Sight:
+        """What is seen of an attachment: a new one after `revive`, and a call may still be inside the old one."""
+        seen = self._seen
+        if seen is None or seen[0] is not at:
+            seen = self._seen = at, Sight(at.catalog.table)
+        return seen[1]
