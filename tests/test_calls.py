@@ -369,7 +369,7 @@ def test_a_blocking_store_costs_one_probe(bench: Callable[..., Bench]) -> None:
     one = bench(breaker_failures=1, breaker_pause_s=0.0, breaker_max_pause_s=0.0)
     one.put().wait()
     one.hanging.hang()
-    assert one.put(Deadline.after(0.02)).wait() == [PutStatus.LATE] * 4
+    assert one.put(Deadline.after(BEGUN_S)).wait() == [PutStatus.LATE] * 4
     probe, _ = one.get(Deadline.after(0.2))
     others: list[Pending[Any]] = [*(one.put() for _ in range(20)), *(one.get()[0] for _ in range(20))]
     assert {call.end for call in others} == {CallEnd.LEFT_ALONE}
@@ -408,7 +408,7 @@ def test_nothing_but_failures_is_a_failure_and_one_page_that_is_none_is_not(call
 def test_a_late_return_does_not_close_the_breaker(bench: Callable[..., Bench]) -> None:
     one = bench(breaker_failures=1, breaker_pause_s=1000.0)
     one.hanging.hang("put")
-    assert one.put(Deadline.after(0.02)).wait() == [PutStatus.LATE] * 4
+    assert one.put(Deadline.after(BEGUN_S)).wait() == [PutStatus.LATE] * 4
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert one.put().end is CallEnd.LEFT_ALONE
@@ -501,7 +501,7 @@ def test_a_bounded_store_never_touches_a_buffer_after_it_answered(bench: Callabl
     store = BoundedStore(one.calls)
     frames = [memoryview(bytearray(page.frame)) for page in PAGES]
     one.hanging.hang("put")
-    assert store.put(list(zip(NAMES, frames, strict=True)), deadline=Deadline.after(0.02)) == [PutStatus.LATE] * 4
+    assert store.put(list(zip(NAMES, frames, strict=True)), deadline=Deadline.after(BEGUN_S)) == [PutStatus.LATE] * 4
     for frame in frames:
         frame[:] = bytes(len(frame))  # the caller's again
     one.hanging.release()
@@ -510,7 +510,7 @@ def test_a_bounded_store_never_touches_a_buffer_after_it_answered(bench: Callabl
     before = [bytes(buffer) for buffer in buffers]
     one.hanging.hang("get_into")
     wanted = list(zip(NAMES, buffers, strict=True))
-    assert store.get_into(wanted, deadline=Deadline.after(0.02)) == [GetStatus.LATE] * 4
+    assert store.get_into(wanted, deadline=Deadline.after(BEGUN_S)) == [GetStatus.LATE] * 4
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert buffers == before

@@ -28,6 +28,7 @@ from headwater.integrations.vllm.metadata import Orders
 from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.integrations.vllm.worker import WorkerSide
+from headwater.testing.processes import freeze
 from test_vllm_sides import ROOM_S, engine_of, plane, prompts, run
 from vllm_kit import FakeEngine, FakeRequest
 
@@ -127,7 +128,7 @@ def test_one_that_stands_still_is_shot(
     with engine_of(tmp_path / "disk", executor="process", load_timeout_s=0.5, load=mode) as engine:
         assert loaded(engine, "a") == 0
         assert started[0].hands.drain(ROOM_S)
-        os.kill(started[0].process.pid, signal.SIGSTOP)
+        freeze(started[0].process.pid)
         request = FakeRequest("b", PROMPT, 2)
         engine.add(request)
         give_up_s = time.monotonic() + ROOM_S
@@ -147,7 +148,7 @@ def test_one_that_stands_still_at_the_end_is_killed(
     monkeypatch.setattr(executor, "_EXIT_S", 0.2)
     with engine_of(tmp_path / "disk", executor="process") as engine:
         assert loaded(engine, "a") == 0
-        os.kill(started[0].process.pid, signal.SIGSTOP)
+        freeze(started[0].process.pid)
     assert started[0].process.returncode == -signal.SIGKILL
 
 

@@ -5,9 +5,11 @@ checks what it reads against the sample pages itself and answers with statuses o
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Helper:
 
     def stop(self) -> None:
         """Freeze it, whatever it holds."""
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def go_on(self) -> None:
         """Thaw it."""
@@ -68,6 +70,14 @@ class Helper:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until none of its threads runs any more: where cores are few that takes its time."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(one.read_text().rpartition(")")[2].split()[0] not in "TZX" for one in tasks.glob("*/stat")):
+        time.sleep(0.001)
 
 
 class _Server:

@@ -33,6 +33,7 @@ from headwater.layout.spec import DType, KVLayout, combine
 from headwater.storage.base import Store
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
+from headwater.testing.processes import freeze
 from headwater.transfer.rank_link import connect_rank
 from headwater.transfer.rank_server import serve_rank
 from headwater.transfer.seats import Page, Seat
@@ -139,7 +140,7 @@ class RankProcess:
 
     def stop(self) -> None:
         """Freeze it, whatever it does."""
-        os.kill(self.pid, signal.SIGSTOP)
+        freeze(self.pid)
 
     def go_on(self) -> None:
         """Thaw it."""
