@@ -30,7 +30,7 @@ DAMAGE = {"check:corrupt", "check:foreign", "check:short", "check:unknown_versio
 
 def test_a_killed_master_ends_in_misses_and_in_time() -> None:
     result = pool_faults.run("master", seconds=2.0, seed=1)
-    assert result["ok"], result
+    assert result["ok"], (result["problems"], result["died"], result)
     assert result["wrong_bytes"] == result["late_calls"] == 0
     assert result["hits"] > 0
     assert result["stored"] > 0
