@@ -132,6 +132,26 @@ def test_little_time_is_used_and_the_next_one_goes_on(place: Path) -> None:
         assert sight.has_all(NAMES) == writer.contains(NAMES, deadline=later())
 
 
+def test_extents_that_change_are_read_one_by_one(place: Path) -> None:
+    """However little time there is, each look goes on where the last one ended."""
+    writer, eyes = open_both(place / "store")
+    clock = FakeClock()
+    with writer, eyes:
+        sight = sight_of(eyes)
+        for chain in [
+            *range(2, CHAINS, 3),
+            *range(0, CHAINS, 3),
+            *range(2, CHAINS, 3),
+        ]:  # sizes that push each other out
+            change(writer, "put", chain, DEPTH)
+        rounds = 0
+        while not sight.refresh(_Ticks(at_s=clock.monotonic() + 1.5, clock=clock)):
+            rounds += 1
+            assert rounds < 1000
+        assert rounds > 1
+        assert sight.has_all(NAMES) == writer.contains(NAMES, deadline=later())
+
+
 class _Ticks(Deadline):
     """A second passes whenever somebody looks."""
 

@@ -33,7 +33,7 @@ class Sight:
         self._names: dict[int, PageName] = {}  # by slot
         self._slots: dict[PageName, int] = {}
         self._sizes = np.zeros(table.geometry.num_extents, np.uint64)  # of the slots of each extent; 0: not cut
-        self._left: list[int] = []  # extents that are still to be read, by who reads it all
+        self._left: list[int] = []  # extents that are still to be read as a whole
 
     def has_all(self, names: Sequence[PageName]) -> list[bool]:
         """Which of these pages seem to be there."""
@@ -75,7 +75,7 @@ class Sight:
                 if not self._follow(self.seen + behind, deadline):
                     return False
                 if self.seen >= 0:  # what came meanwhile is the next one's: somebody may write without end
-                    return True
+                    return self._read_all(deadline)
             newest = self._table.newest()
             if newest is None and self.seen >= 0:  # it is just being written, or damaged
                 return True
@@ -107,11 +107,9 @@ class Sight:
             numbers = dict.fromkeys(changes)  # each once
             if changed_extent(max(numbers)) is not None:  # they are numbered behind all slots, and are rare
                 extents = {entry: extent for entry in numbers if (extent := changed_extent(entry)) is not None}
-                for entry, extent in extents.items():
+                self._left += extents.values()  # whole ones take longer: they are read after this, one by one
+                for entry in extents:
                     del numbers[entry]
-                    if deadline.expired:
-                        return False
-                    self._look_at_extent(extent)
             self._look(list(numbers))
             self.seen = last
         return True
