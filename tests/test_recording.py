@@ -400,7 +400,7 @@ def test_a_connector_records_its_brain(tmp_path: Path, fails: bool) -> None:
         if fails:
             fail_at(engine.scheduler.cache.brain, 0)
         engine.add(*(FakeRequest(f"again {i}", prompt, 3) for i, prompt in enumerate(prompts(1, 4))))
-        run(engine)
+        run(engine, may_fail=fails)
     (written,) = tmp_path.glob("events.*")
     assert written.name == f"events.{os.getpid()}"
     found = replay_events(written)

@@ -74,6 +74,7 @@ def engine_of(
     faults: Faults | None = None,
     seed: int = 0,
     world: int = 1,
+    shares: bool = False,
     **options: Any,
 ) -> Iterator[FakeEngine]:
     """An engine of `world` ranks on a store; each opens it for itself, as processes would."""
@@ -106,9 +107,9 @@ def engine_of(
                 model="fake", weights=bytes(32), config=bytes(32), layout=layout.fingerprint, block_tokens=SIZE
             )
             who: dict[str, Any] = {"identity": identity.digest, "rank": rank, "world": world}
-            workers.append(
-                Starting(config, say_planes(device), **who) if far else build.open_worker(config, device, **who)
-            )
+            workers.append(Starting(config) if far else build.open_worker(config, device, **who))
+            if isinstance(workers[-1], Starting):
+                workers[-1].show(say_planes(device), **who)
             facts.append(
                 RankFacts(
                     rank=rank,
@@ -124,15 +125,16 @@ def engine_of(
         scheduler = build.open_scheduler(config, facts)
     try:
         group = Group([worker.side for worker in ready])
-        yield FakeEngine(scheduler.side, group, [plane for of in planes for plane in of], sync=config.load == "sync")
+        flat = [plane for of in planes for plane in of]
+        yield FakeEngine(scheduler.side, group, flat, sync=config.load == "sync", shares=shares)
     finally:
         scheduler.close()
         for worker in ready:
             worker.close(0.0)
 
 
-def run(engine: FakeEngine, *, chance: random.Random | None = None) -> None:
-    """Until everything is over; with `chance`, requests are preempted and aborted on the way."""
+def run(engine: FakeEngine, *, chance: random.Random | None = None, may_fail: bool = False) -> None:
+    """Until everything is over; with `chance`, requests are preempted and aborted on the way. `may_fail`: the brain."""
     until = time.monotonic() + ROOM_S
     while engine.is_busy:
         running = [one for one in engine.requests if one.status == "running"]
@@ -144,6 +146,7 @@ def run(engine: FakeEngine, *, chance: random.Random | None = None) -> None:
                 engine.finish(one)
         with engine.scheduler.cache.still() as brain:
             brain.validate()
+        assert may_fail or not engine.scheduler.cache.metrics.value("brain_failures_total")
         assert time.monotonic() < until, [(one.request_id, one.status) for one in engine.requests]
         time.sleep(0)
     assert sorted(engine.free) == list(range(len(engine.planes[0]))), "blocks were lost"
@@ -200,6 +203,41 @@ def test_no_wrong_byte_whatever_goes_wrong(disk: Path, mode: str, seed: int) -> 
         assert hits > 0, "nothing was tested"
         assert engine.num_preempted > 0
         assert engine.num_failed > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_requests_share_are_saved_and_loaded_as_any(disk: Path, seed: int) -> None:
+    """The engine finds blocks of others, before we have heard of them or after we have forgotten them."""
+    faults = Faults(get_fails=0.02, get_misses=0.02, flips_byte=0.03, contains_lies=0.02, put_fails=0.02)
+    chance = random.Random(seed)
+    with engine_of(disk, num_blocks=48, faults=faults, seed=seed, shares=True) as engine:
+        hits = 0.0
+        for turn in range(20):
+            asked = prompts(100 * seed + turn // 3, 10)
+            engine.add(*(FakeRequest(f"{turn}.{at}", one, 6) for at, one in enumerate(asked)))
+            run(engine, chance=chance)
+            hits = engine.scheduler.cache.metrics.value("hit_tokens_total", tier="disk")
+            if turn >= 5 and hits > 0 and engine.num_shared and engine.num_preempted:
+                break
+        assert hits > 0, "nothing was tested"
+        assert engine.num_shared > 0
+        assert engine.num_preempted > 0
+
+
+def test_who_shares_a_block_that_is_not_named_yet_is_cached(disk: Path) -> None:
+    """Few blocks of a request that runs are not named before it ends; another may build on them meanwhile."""
+    first, second = list(range(1, 10)), [*range(1, 9), *range(50, 80)]
+    with engine_of(disk, shares=True) as engine:
+        engine.add(FakeRequest("a", first, 30))
+        for _ in range(2):
+            engine.step()
+        engine.add(FakeRequest("b", second, 2))
+        run(engine)
+        assert engine.num_shared == 8
+    with engine_of(disk) as engine:
+        engine.add(again := FakeRequest("b", second, 2))
+        run(engine)
+        assert again.num_loaded == 36
 
 
 def test_ranks_count_as_one(disk: Path) -> None:

@@ -2,7 +2,8 @@
 
 A block's bytes are a function of all tokens up to its end, so that every byte that was loaded can be checked where it
 is used; blocks that were given back are scribbled over as soon as vLLM's worker could: who still reads them stores
-rubbish.
+rubbish. With `shares` it has a prefix cache of its own, as vLLM has: a block has several owners, is found by who comes
+later while its first owner runs or after it has ended, and is lost when another needs it.
 """
 
 import hashlib
@@ -111,7 +112,14 @@ class FakeEngine:
     """vLLM's scheduler and its workers, step by step."""
 
     def __init__(
-        self, scheduler: SchedulerSide, worker: Group, planes: list[torch.Tensor], *, sync: bool, chunk: int = 12
+        self,
+        scheduler: SchedulerSide,
+        worker: Group,
+        planes: list[torch.Tensor],
+        *,
+        sync: bool,
+        chunk: int = 12,
+        shares: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -125,7 +133,11 @@ class FakeEngine:
         self.chunk = chunk
         self.requests: list[FakeRequest] = []
         self.delayed: dict[str, FakeRequest] = {}
-        self.num_preempted = self.num_loaded = self.num_failed = 0
+        self.num_preempted = self.num_loaded = self.num_failed = self.num_shared = 0
+        self.shares = shares
+        self.owners: Counter[int] = Counter()
+        self.cached: dict[tuple[int, ...], int] = {}  # by all tokens up to its end
+        self.names: dict[int, tuple[int, ...]] = {}
 
     def add(self, *requests: FakeRequest) -> None:
         self.requests += requests
@@ -152,6 +164,8 @@ class FakeEngine:
                     break
             if one.status == "running":
                 scheduled.append((one, num))
+        for one, num in scheduled:
+            self._remember(one, one.num_computed_tokens + num)
         orders = self.scheduler.orders(lambda name: next(o for o in self.requests if o.request_id == name).blocks)
         self.worker.begin(orders)
         for block in self.freed:  # from here on vLLM may write to them
@@ -179,16 +193,20 @@ class FakeEngine:
 
     def _admit(self, one: FakeRequest) -> None:
         if one.num_computed_tokens == 0 and not one.blocks:
-            num, beside = self.scheduler.matched(one, 0)
+            local = self._find(one)
+            here = len(local) * SIZE
+            num, beside = self.scheduler.matched(one, here)
             if num is None:
                 return
             assert beside == (num > 0 and not self.sync)
-            wanted = num if beside else min(one.num_tokens, num + self.chunk)
+            self._share(one, local)
+            wanted = here + (num if beside else min(one.num_tokens - here, num + self.chunk))
             if not self._grow(one, max(wanted, 1)):
                 self._give_back(one)
                 return
             self.scheduler.allocated(one, one.blocks, num)
-            one.num_computed_tokens = one.num_loaded = num
+            one.num_computed_tokens, one.num_loaded = here + num, num
+            self.num_shared += here
             one.status = "loading" if beside else "running"
         else:
             self.scheduler.allocated(one, one.blocks, 0)
@@ -275,17 +293,51 @@ class FakeEngine:
         missing = -(-num_tokens // SIZE) - len(one.blocks)
         if missing > len(self.free):
             return False
-        one.blocks += [self.free.pop(0) for _ in range(missing)]
+        new = [self.free.pop(0) for _ in range(missing)]
+        for block in new:
+            self.owners[block] += 1
+            if self.shares:  # what was in it is lost now, and not before
+                self.cached.pop(self.names.pop(block, ()), None)
+                self.freed.append(block)
+        one.blocks += new
         return True
 
     def _give_back(self, one: FakeRequest) -> None:
-        self.ownerless |= self.pinned.intersection(one.blocks)
-        self._free([block for block in one.blocks if block not in self.pinned])
+        self.owners.subtract(one.blocks)
+        left = [block for block in one.blocks if not self.owners[block]]
+        self.ownerless |= self.pinned.intersection(left)
+        self._free([block for block in left if block not in self.pinned])
         one.blocks = []
 
     def _free(self, blocks: list[int]) -> None:
-        self.freed += blocks
+        if not self.shares:
+            self.freed += blocks
         self.free += blocks
+
+    # --- its own prefix cache -----------------------------------------------------------------------------------------
+
+    def _find(self, one: FakeRequest) -> list[int]:
+        found: list[int] = []
+        while self.shares and (len(found) + 1) * SIZE < one.num_tokens:
+            block = self.cached.get(tuple(one.all_token_ids[: (len(found) + 1) * SIZE]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def _share(self, one: FakeRequest, local: list[int]) -> None:
+        for block in local:
+            if not self.owners[block]:
+                self.free.remove(block)
+            self.owners[block] += 1
+        one.blocks += local
+
+    def _remember(self, one: FakeRequest, num_tokens: int) -> None:
+        """Blocks that are full after this step can be found by the next one."""
+        for at in range(num_tokens // SIZE if self.shares else 0):
+            name, block = tuple(one.all_token_ids[: (at + 1) * SIZE]), one.blocks[at]
+            if name not in self.cached:
+                self.cached[name], self.names[block] = block, name
 
     # --- what the connector keeps from use ----------------------------------------------------------------------------
 

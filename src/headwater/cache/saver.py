@@ -30,7 +30,13 @@ class Saver:
         self._jobs = jobs
         self._accounts = accounts
         self._of = {when: [tier for tier in jobs.tiers.values() if tier.config.save is when] for when in SaveWhen}
-        self.origins: dict[BlockKey, tuple[BlockKey, bytes]] = {}  # root and tenant of each known first block
+        # Root and tenant of each known first block: for saves that are nobody's, when blocks are evicted.
+        self.origins: dict[BlockKey, tuple[BlockKey, bytes]] = {}
+
+    def entered(self, request: RequestRecord, first: BlockKey) -> None:
+        """A request's first block is known to the index."""
+        if self._index.evicts:
+            self.origins[first] = (request.root, request.tenant)
 
     def commit(self, request: RequestRecord, num_fresh: int, now_s: float) -> None:
         """A request's last blocks were finished, or loaded: write them where that is the rule."""
@@ -119,7 +125,7 @@ class Saver:
         if start == end or refusal is not None:
             self._index.unpin(pin)
             return refusal
-        root, tenant = self.origins[path[0]]
+        root, tenant = self.origins[path[0]] if request is None else (request.root, request.tenant)
         row = {"keys": tuple(path[start:end]), "parent": path[start - 1] if start else root}
         job = self._jobs.begin(
             JobKind.SAVE, tier, start, end, now_s, num_bytes=num_bytes, request=request, pin=pin, **row

@@ -268,7 +268,7 @@ class Brain:
         start = request.hold.num_blocks
         own = request.own[start - request.base : start - request.base + len(keys)]
         if start == 0 and keys:
-            self.saver.origins[keys[0]] = (request.root, request.tenant)
+            self.saver.entered(request, keys[0])
         taken = self.index.extend(request.hold, keys, own, now_s=now_s, seen=seen)
         num_known = sum(slot != got for slot, got in zip(own, taken, strict=True))  # they come before all new ones
         self.slots.know(own[num_known:])

@@ -51,6 +51,7 @@ class PrefixIndex(ABC):
     """The blocks on the device, by prefix, and what is remembered of those that left."""
 
     ghosts: Ghosts
+    evicts: bool = True  # whether blocks stay when a request has left, until they are evicted here
 
     @abstractmethod
     def __len__(self) -> int:

@@ -35,6 +35,8 @@ class _Path:
 class LentIndex(PrefixIndex):
     """Paths of running requests, and marks by key."""
 
+    evicts = False
+
     def __init__(self, *, num_marks: int) -> None:
         """`num_marks`: blocks of which it is remembered where they were written."""
         self.ghosts = Ghosts(0)
