@@ -1,4 +1,4 @@
-"""A part of `headwater verify --vllm`, and one kill: the whole of both takes minutes (`bench/results`)."""
+"""A part of `headwater verify --vllm`, some mixed requests, and one kill: the whole takes minutes (`bench/results`)."""
 
 import json
 import subprocess
@@ -29,3 +29,12 @@ def test_what_was_stored_when_the_process_was_killed_is_right() -> None:
     assert done.returncode == 0, found
     assert found["kills_while_storing"] == 1
     assert found["hit_tokens"] > 0
+
+
+def test_mixed_requests_are_answered_as_without_us_and_nothing_is_kept() -> None:
+    command = [sys.executable, "-m", "headwater.testing.vllm_mixed", "--requests", "200", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found
+    assert found["compared"] > 150
+    assert found["preemptions"] > 0

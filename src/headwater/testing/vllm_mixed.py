@@ -1,0 +1,400 @@
+"""Thousands of mixed requests under vLLM, in too little memory: all answers are those of vLLM alone, nothing is kept.
+
+    python -m headwater.testing.vllm_mixed --requests 10000 --device cuda --json [--python PATH]
+
+Prompts of mixed lengths share prefixes or are asked again; some are alone, some come in crowds; some are aborted. The
+device has so few blocks that requests are preempted, the host tier so few pages that they leave for the disk. Between
+rounds everything comes to rest, and is counted: blocks that vLLM has not got back, memory of the device and of all
+processes.
+
+The same requests go to a vLLM without a connector first, twice, in another order and company the second time. Where
+those two differ, vLLM itself is not deterministic (rounding depends on who is computed beside whom), and nothing is
+compared. Where they agree and ours differs, vLLM alone is asked again, with every number of blocks in its own cache and
+in changing company: an answer that it never gives is wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from headwater.bench import vllm_worker
+from headwater.bench.vllm_client import Worker, engine_settings, worker_command
+from headwater.engine.make_model import make_model
+from headwater.storage.scratch import disk_root, memory_root
+from headwater.verify.vllm_scene import Kind, Places, Scene, kinds_of
+from headwater.verify.vllm_worker import Proven, Stage, worker_side
+
+_MODULE: Final = "headwater.testing.vllm_mixed"
+_PREFIXES, _LONGEST = 120, 12  # prefixes, and their blocks at most
+_AGAIN: Final = 0.25  # of the requests are ones of the last
+_RECENT: Final = 300
+_ABORTED: Final = 0.04
+_SHORT, _LONG, _NUM_LONG = 8, 48, 0.15  # tokens of answers, at most, and how many are long
+_WIDTHS: Final = (1, 4, 16, 64)  # that are there at a time, by turns
+_SAME_WIDTH: Final = 4  # times as many requests come before it changes
+_ROUNDS: Final = 5
+_HUNG_S: Final = 60.0
+_UP_S: Final = 600.0
+_LONG_S: Final = 3600.0
+_BLOCKS: Final = 64  # of the device
+_HOST_BYTES, _DISK_BYTES = 8 << 20, 64 << 20
+_MOST_ASKED_AGAIN: Final = 40
+_TRIES: Final = 12
+_SLACK_BYTES: Final = 16 << 20  # by which memory may grow from one round to another before it is called a leak
+_EVICTED: Final = "headwater local_evicted_pages_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `abort_after`: so many steps after it came; 0: never."""
+
+    prompt: list[int]
+    num_answer: int
+    abort_after: int
+
+
+def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
+    """The requests of a campaign, the same in all processes."""
+    chance = random.Random(seed)
+
+    def tokens(number: int) -> list[int]:
+        return [chance.randrange(3, 256) for _ in range(number)]
+
+    prefixes = [tokens(chance.randint(1, _LONGEST) * block_tokens) for _ in range(_PREFIXES)]
+    found: list[Asked] = []
+    for _ in range(number):
+        if found and chance.random() < _AGAIN:
+            prompt = chance.choice(found[-_RECENT:]).prompt
+        else:
+            prefix = prefixes[min(int(chance.expovariate(4 / _PREFIXES)), _PREFIXES - 1)]
+            kept = chance.randint(0, len(prefix) // block_tokens) * block_tokens
+            prompt = prefix[:kept] + tokens(chance.randint(1, 2 * block_tokens))
+        aborts = chance.randint(1, 2 * _SHORT) if chance.random() < _ABORTED else 0
+        found.append(Asked(prompt, chance.randint(1, _LONG if chance.random() < _NUM_LONG else _SHORT), aborts))
+    return found
+
+
+class Crowded(Stage):
+    """What the worker serves: an engine that is asked for all of them."""
+
+    def play(self, seed: int, number: int, *, other_way: bool) -> dict[str, Any]:
+        """Ask all. `other_way`: in another order and company. Blocks for minutes."""
+        here = self._here
+        asked = requests_of(seed, number, here.facts["block_tokens"])
+        order = list(range(number))
+        chance = random.Random(seed + other_way)
+        if other_way:
+            chance.shuffle(order)
+        course = _Course(here, asked, chance)
+        before = here.counted()
+        begin_s = time.monotonic()
+        rests = []
+        for start in range(0, number, -(-number // _ROUNDS)):
+            course.run(order[start : start + -(-number // _ROUNDS)])
+            rests.append({"requests": course.num_over, **self._rest()})
+        after = here.counted()
+        return {
+            "answers": [course.answers.get(at) for at in range(number)],
+            "num_aborted": course.num_aborted,
+            "num_hung": course.num_hung,
+            "rests": rests,
+            "counted": {name: value - before.get(name, 0) for name, value in after.items()},
+            "seconds": time.monotonic() - begin_s,
+        }
+
+    def _rest(self) -> dict[str, Any]:
+        """Everything ends, vLLM's own cache is emptied: who still has something, and how much memory is used."""
+        said = self.settle()
+        pool = self._here._core.scheduler.kv_cache_manager.block_pool
+        return {
+            "settled": said["settled"],
+            "emptied": said["reset"],
+            "blocks_held": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one is vLLM's own, and never free
+            "requests_kept": _requests_kept(self._here),
+            **_memory(),
+        }
+
+
+class _Course:
+    """Requests that come, run, are aborted, end."""
+
+    def __init__(self, engine: Proven, asked: Sequence[Asked], chance: random.Random) -> None:
+        self._engine = engine
+        self._asked = asked
+        self._chance = chance
+        self._here: dict[str, tuple[int, int, float]] = {}  # by name: which, steps left until it is aborted, since when
+        self.answers: dict[int, list[int]] = {}
+        self.num_aborted = self.num_hung = self.num_over = 0
+
+    def run(self, order: Iterable[int]) -> None:
+        """Until all of these are over."""
+        waiting = deque(order)
+        width, left = 0, 0
+        while waiting or self._here:
+            if not left:
+                width = self._chance.choice(_WIDTHS)
+                left = width * _SAME_WIDTH
+            while waiting and left and len(self._here) < width:
+                self._add(waiting.popleft())
+                left -= 1
+            for output in self._engine._step():
+                if output.finished and output.request_id in self._here:
+                    at, _, _ = self._here.pop(output.request_id)
+                    self.answers[at] = list(output.outputs[0].token_ids)
+                    self.num_over += 1
+            self._abort()
+
+    def _add(self, at: int) -> None:
+        from vllm.inputs import TokensPrompt
+
+        one = self._asked[at]
+        self._engine._number += 1
+        name = f"{self._engine._number}"
+        prompt = TokensPrompt(prompt_token_ids=one.prompt)
+        self._engine._engine.add_request(name, prompt, self._engine._sampling(one.num_answer))
+        self._here[name] = at, one.abort_after, time.monotonic()
+
+    def _abort(self) -> None:
+        """Those whose steps are over, and those that never end."""
+        now_s = time.monotonic()
+        ending = []
+        for name, (at, steps, since_s) in self._here.items():
+            self._here[name] = at, steps - 1, since_s
+            hung = now_s - since_s > _HUNG_S
+            self.num_hung += hung
+            if steps == 1 or hung:
+                ending.append(name)
+        for name in ending:
+            del self._here[name]
+            self.num_over += 1
+            self.num_aborted += 1
+        if ending:
+            self._engine._engine.abort_request(ending)
+
+
+def _requests_kept(engine: Proven) -> int:
+    """What our scheduler's side still knows of requests, and the brain of slots, when there are none. It is checked."""
+    opened = getattr(engine._core.scheduler.connector, "_scheduler", None)
+    if opened is None:
+        return 0
+    opened.cache.brain.validate()
+    side = opened.side
+    return len(side._tracked) + len(side._leaving) + len(side._pinned)
+
+
+def _memory() -> dict[str, Any]:
+    """Of the device, of this process, and of its executor."""
+    import torch
+
+    found: dict[str, Any] = {"host_bytes": _own_bytes(os.getpid())}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        found["device_bytes"] = total - free
+    executor = getattr(worker_side(), "process", None)
+    if executor is not None:
+        found["executor_bytes"] = _own_bytes(executor.pid)
+    return found
+
+
+def _own_bytes(pid: int) -> int:
+    """A process' own memory: what is shared with others, as a slab is, does not count."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@dataclass
+class Report:
+    """What the campaign saw. `ok` is the verdict."""
+
+    device: str
+    requests: int
+    seed: int
+    compared: int = 0
+    unequal: int = 0
+    not_deterministic: int = 0  # vLLM alone gave two answers
+    given_by_vllm_too: int = 0  # it gave one answer twice, and ours when it was asked again
+    aborted: int = 0
+    hung: int = 0
+    preemptions: int = 0
+    evicted_pages: int = 0
+    brain_failures: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+    rests: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # without us, and with us
+    leaks: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything was tried, and nothing was wrong, hung or kept."""
+        tried = self.preemptions and self.aborted and self.evicted_pages and self.hit_tokens.get("host", 0)
+        return bool(tried) and not (self.unequal or self.hung or self.leaks or self.brain_failures)
+
+
+class Campaign:
+    """Three engines, one after the other."""
+
+    def __init__(self, root: Path, memory: Path, report: Report, *, python: str) -> None:
+        self._root = root
+        self._report = report
+        self._python = python
+        self._kind: Kind = kinds_of(report.device)["gqa"]
+        self._places = Places(host=memory / "host", disk=root / "disk", pool="")
+        make_model(self._kind.family, root / "model", overrides=self._kind.overrides)
+
+    def run(self) -> None:
+        """Ask vLLM alone, twice, then with us. Blocks for minutes."""
+        report = self._report
+        alone, again = self._play(False, True)
+        (ours,) = self._play(False, tiers=("host", "disk"))
+        report.seconds = {"none": alone["seconds"], "none, other order": again["seconds"], "ours": ours["seconds"]}
+        report.rests = {"none": alone["rests"] + again["rests"], "ours": ours["rests"]}
+        report.aborted, report.hung = ours["num_aborted"], ours["num_hung"]
+        counted = ours["counted"]
+        report.preemptions = int(counted.get("num_preemptions", 0))
+        report.brain_failures = int(counted.get("headwater brain_failures_total", 0))
+        report.evicted_pages = int(sum(value for name, value in counted.items() if name.startswith(_EVICTED)))
+        report.hit_tokens = {
+            name.removeprefix("source "): int(value) for name, value in counted.items() if name.startswith("source ")
+        }
+        unlike = []
+        for at, answers in enumerate(zip(alone["answers"], again["answers"], ours["answers"], strict=True)):
+            if any(answer is None for answer in answers):
+                continue  # aborted
+            if answers[0] != answers[1]:
+                report.not_deterministic += 1
+                continue
+            report.compared += 1
+            if answers[2] != answers[0]:
+                unlike.append((at, answers[2]))
+        if unlike:
+            self._ask_again(unlike)
+        report.leaks = [*_leaks(ours["rests"], alone["rests"])]
+
+    def _play(self, *other_ways: bool, tiers: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+        report = self._report
+        what = {"seed": report.seed, "number": report.requests}
+        with _Open(self, tiers) as worker:
+            return [worker.ask("play", timeout_s=_LONG_S, other_way=way, **what) for way in other_ways]
+
+    def _ask_again(self, unlike: Sequence[tuple[int, list[int]]]) -> None:
+        """Whether vLLM alone ever gives these answers."""
+        report, size = self._report, self._kind.block_tokens
+        asked = requests_of(report.seed, report.requests, size)
+        chance = random.Random(report.seed)
+        report.unequal = max(0, len(unlike) - _MOST_ASKED_AGAIN)
+        with _Open(self, ()) as worker:
+            for at, answer in unlike[:_MOST_ASKED_AGAIN]:
+                one = asked[at]
+                found = False
+                for num_blocks in range((len(one.prompt) - 1) // size + 1):
+                    for company in range(_TRIES):
+                        others = [chance.choice(asked).prompt for _ in range(company * 4)]
+                        if num_blocks:
+                            self._ask(worker, [one.prompt[: num_blocks * size + 1]], 1)
+                        found = found or self._ask(worker, [one.prompt, *others], one.num_answer)[0] == answer
+                        worker.ask("settle", timeout_s=_UP_S)
+                        if found:
+                            break
+                    if found:
+                        break
+                report.given_by_vllm_too += found
+                report.unequal += not found
+
+    @staticmethod
+    def _ask(worker: Worker, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        said = worker.ask("ask", timeout_s=_UP_S, prompts=prompts, max_tokens=max_tokens, give_up_s=_UP_S)
+        tokens: list[list[int]] = said["tokens"]
+        return tokens
+
+
+class _Open:
+    """A worker with an engine."""
+
+    def __init__(self, campaign: Campaign, tiers: tuple[str, ...]) -> None:
+        settings = engine_settings(campaign._report.device) | {"TRITON_F32_DEFAULT": "ieee"}  # or it has ten bits
+        command = worker_command(campaign._python, (), {}, module=_MODULE)
+        self._worker = Worker("vLLM", command, settings=settings, log=campaign._root / "vllm.log")
+        self._scene = Scene(
+            self._worker,
+            campaign._kind,
+            campaign._places,
+            campaign._root / "model",
+            {},
+            host_bytes=_HOST_BYTES,
+            disk_bytes=_DISK_BYTES,
+        )
+        self._tiers = tiers
+
+    def __enter__(self) -> Worker:
+        self._worker.wait_up(_UP_S)
+        self._scene.open(*self._tiers, options={"num_gpu_blocks_override": _BLOCKS, "max_num_seqs": max(_WIDTHS)})
+        return self._worker
+
+    def __exit__(self, *error: object) -> None:
+        self._worker.close()
+
+
+def _leaks(rests: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """What was kept, in words. Memory may grow as it does without us, from the first rest on: all was used once."""
+    for number, rest in enumerate(rests):
+        if not (rest["settled"] and rest["emptied"]):
+            yield f"round {number}: it did not come to rest"
+        for what in ("blocks_held", "requests_kept"):
+            if rest[what]:
+                yield f"round {number}: {what} {rest[what]}"
+    for what in ("device_bytes", "host_bytes", "executor_bytes"):
+        if what in rests[0]:
+            grown, usual = (max(0, last.get(what, 0) - first.get(what, 0)) for first, last in _ends(rests, alone))
+            if grown > usual + _SLACK_BYTES:
+                yield f"{what} grew by {grown}, without us by {usual}"
+
+
+def _ends(*several: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    return ((rests[0], rests[-1]) for rests in several)
+
+
+def main() -> None:
+    """Serve the pipes that the campaign holds."""
+    vllm_worker.main(Crowded)
+
+
+def command() -> None:
+    """The command above."""
+    parser = argparse.ArgumentParser(description="thousands of mixed requests under vLLM")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    report = Report(options.device, options.requests, options.seed)
+    with (
+        tempfile.TemporaryDirectory(prefix="headwater-mixed-", dir=disk_root()) as root,
+        tempfile.TemporaryDirectory(prefix="headwater-mixed-", dir=memory_root(2 * _HOST_BYTES)) as memory,
+    ):
+        try:
+            Campaign(Path(root), Path(memory), report, python=options.python).run()
+        except BaseException:
+            log = Path(root) / "vllm.log"
+            sys.stderr.write(log.read_text(errors="replace")[-4000:] if log.exists() else "")
+            raise
+    found = {"command": "vllm_mixed", "ok": report.ok, **asdict(report)}
+    text = json.dumps(found, indent=2) if options.json else "\n".join(f"{key}: {found[key]}" for key in found)
+    sys.stdout.write(text + "\n")
+    sys.exit(0 if report.ok else 1)
+
+
+if __name__ == "__main__":
+    command()
