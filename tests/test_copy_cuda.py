@@ -15,10 +15,11 @@ import torch
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.events import Event, JobDone, Load, Save
+from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.samples import sample_layouts
-from headwater.layout.spec import DType, KVLayout
+from headwater.layout.spec import DType
 from headwater.storage.local import MappedStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.arena import create_host_cache, create_kv_cache
@@ -43,15 +44,34 @@ def test_memory_is_given_back_to_the_byte() -> None:
         assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("layout", sample_layouts().values(), ids=sample_layouts())
-def test_a_flipped_byte_never_arrives(layout: KVLayout, shm: Path) -> None:
-    """A hundred for each of ten layouts: a thousand."""
+def test_blocks_of_one_run_need_no_memory_of_the_device() -> None:
+    cache = one_run(8)
+    before = torch.cuda.memory_allocated()
+    with CopyEngine(cache) as engine, create_host_cache(frame_bytes(cache.layout.plane_bytes), 8) as host:
+        assert torch.cuda.memory_allocated() - before < 1 << 16  # tables of planes
+        assert engine.gather(range(8), [host.page(i) for i in range(8)]).wait(WAIT_S)
+
+
+def one_run(num_blocks: int) -> RegisteredCache:
+    """As vLLM has it: a block is one run of bytes, a plane a part of it."""
+    blocks = torch.zeros(num_blocks, 2 << 20, dtype=torch.uint8, device="cuda")
+    return RegisteredCache({"all": blocks}, num_blocks=num_blocks, block_tokens=16)
+
+
+ONE_RUN = "one run"
+
+
+@pytest.mark.parametrize("kind", [*sample_layouts(), ONE_RUN])
+def test_a_flipped_byte_never_arrives(kind: str, shm: Path) -> None:
+    """A hundred for each of eleven layouts."""
+    cache = one_run(8) if kind == ONE_RUN else create_kv_cache(sample_layouts()[kind], 8, "cuda")
+    layout = cache.layout
     size, dice = frame_bytes(layout.plane_bytes), np.random.default_rng(7)
     config = LocalStoreConfig(directory=shm / "store", limit_bytes=64 * size + (8 << 20))
     ends: list[Event] = []
     with (
         open_local(config) as store,
-        create_kv_cache(layout, 8, "cuda") as cache,
+        cache,
         create_host_cache(size, 2) as pages,
         TorchStaging(cache, pages) as staging,
     ):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from copy_kit import WAIT_S, Count, Hold, OddWire, at_call, interrupt, raise_trouble
 from headwater.core.errors import CopyDamaged, InvalidCopy, ResourceClosed
+from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
@@ -24,14 +25,17 @@ from headwater.transfer import copy_engine
 from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.copy_lane import Transfer
+from headwater.transfer.cuda_wire import RunWire, StagedWire, one_run
 from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import CudaWire, Digests, Direction, Wire
+from headwater.transfer.wire import Digests, Direction, Wire
 from worker_kit import wait_until
 
 LAYOUTS = sample_layouts()
 TINY = opaque_layout((24, 7, 40), 4)
 PIECES = {"one": 32 << 20, "many": 1}  # place bytes: a transfer is one piece; each plane of each block is one
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
+KINDS = [("cpu", False), *(pytest.param("cuda", runs, marks=needs_cuda) for runs in (False, True))]
 FILL = 0xA5
 
 
@@ -860,19 +864,29 @@ class Client:
         return [[row[slot].cpu().numpy().tobytes() for row in self._cache.rows] for slot in slots]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_ten_thousand_transfers_from_four_threads(device: str) -> None:
-    sizes = (24, 7, 40) if device == "cpu" else (100_000, 33_333, 64, 7, 65_536)
-    layout = opaque_layout(sizes, 4)
+def one_run_cache(num_blocks: int, device: str) -> RegisteredCache:
+    """A block is one run of bytes, with some behind it that belong to nobody."""
+    blocks = torch.zeros(num_blocks, 200_704, dtype=torch.uint8, device=device)[:, :198_912]
+    return RegisteredCache({"all": blocks}, num_blocks=num_blocks, block_tokens=4, plane_bytes=40_000)
+
+
+@pytest.mark.parametrize(("device", "runs"), KINDS)
+def test_ten_thousand_transfers_from_four_threads(device: str, *, runs: bool) -> None:
+    num_blocks = NUM_THREADS * OWN_SLOTS
+    if runs:
+        cache: DeviceCache = one_run_cache(num_blocks, device)
+    else:
+        sizes = (24, 7, 40) if device == "cpu" else (100_000, 33_333, 64, 7, 65_536)
+        cache = create_kv_cache(opaque_layout(sizes, 4), num_blocks, device)
 
     def small(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
         if device == "cuda":
-            return CudaWire(cache, layout, direction, num_places=3, place_bytes=300_000)
+            return (RunWire if runs else StagedWire)(cache, layout, direction, num_places=3, place_bytes=300_000)
         return OddWire(cache, layout, direction, num_places=3, place_bytes=100)
 
     with (
-        create_kv_cache(layout, NUM_THREADS * OWN_SLOTS, device) as cache,
-        create_host_cache(frame_bytes(sizes), NUM_THREADS * OWN_FRAMES) as host,
+        cache,
+        create_host_cache(frame_bytes(cache.layout.plane_bytes), NUM_THREADS * OWN_FRAMES) as host,
         CopyEngine(cache, wires=small) as engine,
         ThreadPoolExecutor(NUM_THREADS) as pool,
     ):
@@ -885,3 +899,18 @@ def test_ten_thousand_transfers_from_four_threads(device: str) -> None:
         assert all(client.num_cancelled > NUM_TRANSFERS // 10 for client in clients)
         assert all(count.number == 1 and one.over for client in clients for count, one in client.overs)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("headwater copies")]
+
+
+def test_which_blocks_are_one_run() -> None:
+    cache = one_run_cache(3, "cpu")
+    assert len(cache.rows) == 6
+    begin = cache.rows[0].data_ptr()
+    assert one_run(cache, cache.layout) == (begin, 200_704)
+    with create_kv_cache(TINY, 3) as apart:
+        assert one_run(apart, apart.layout) is None
+    first = KVLayout(4, cache.layout.planes[:2])
+    assert one_run(cache, first) == (begin, 200_704)
+    without_first = KVLayout(4, cache.layout.planes[1:])
+    assert one_run(cache, without_first) == (begin + cache.layout.plane_bytes[0], 200_704)
+    with_a_gap = KVLayout(4, (cache.layout.planes[0], *cache.layout.planes[2:]))
+    assert one_run(cache, with_a_gap) is None

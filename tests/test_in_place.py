@@ -46,7 +46,7 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
 from headwater.testing.stores import soon
-from headwater.transfer import courtesy, cuda
+from headwater.transfer import courtesy, cuda, populate
 from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.copy_lane import Transfer
@@ -469,7 +469,7 @@ def test_memory_that_is_being_registered_is_not_used_yet(shm: Path, monkeypatch:
 
 
 def test_populated_memory_is_there_and_holds_what_it_held(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_POPULATED_BYTES", 1 << 16)
+    monkeypatch.setattr(populate, "_POPULATED_BYTES", 1 << 16)
     path = shm / "memory"
     size = (1 << 18) + 4096
     path.write_bytes(b"")
@@ -478,8 +478,7 @@ def test_populated_memory_is_there_and_holds_what_it_held(shm: Path, monkeypatch
         mapping[5000:5003] = b"abc"
         before = os.stat(path).st_blocks
         with memoryview(mapping) as memory:
-            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            done = cuda.populate(memory, address)
+            done = populate.populate(memory)
         assert mapping[5000:5003] == b"abc"
         assert mapping[:5000] == bytes(5000)
         if done:  # else the kernel cannot

@@ -20,7 +20,7 @@ from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
 from headwater.transfer import copy, triton_copy
 from headwater.transfer.arena import create_kv_cache
-from headwater.transfer.triton_copy import PlaneTable, gather, scatter
+from headwater.transfer.triton_copy import PlaneTable, digest, gather, scatter
 from triton_kit import DEVICE, INTERPRETED, needs_gpu, needs_kernels
 
 pytestmark = needs_kernels
@@ -85,6 +85,9 @@ def check(case: Case) -> None:
             assert torch.equal(memory, wanted_memory)
             if found is not None:
                 assert [[digest % 2**64 for digest in row] for row in found.tolist()] == pieces_digests(case, wanted)
+        found = torch.zeros(len(ids), len(case.planes), dtype=torch.int64, device=DEVICE)
+        digest(PlaneTable(target), ids, found, planes=case.planes, programs=case.programs)
+        assert [[number % 2**64 for number in row] for row in found.tolist()] == pieces_digests(case, wanted)
         for rows_found, rows_wanted in zip(target.rows, expected.rows, strict=True):
             assert torch.equal(rows_found, rows_wanted)
 

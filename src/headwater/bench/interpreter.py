@@ -42,6 +42,7 @@ class _StillWire:
     num_places: Final = 4
     place_bytes: Final = 32 << 20
     by_address: Final = True
+    in_stages: Final = True
 
     def __init__(self, cache: DeviceCache, layout: KVLayout, direction: Direction) -> None:
         self._pieces: dict[int, Piece] = {}

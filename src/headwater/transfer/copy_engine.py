@@ -31,8 +31,9 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.arena import DeviceCache, Owned
 from headwater.transfer.copy_lane import Cut, Lane, Transfer, tell
+from headwater.transfer.cuda_wire import RunWire, StagedWire, one_run
 from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import MAX_ROWS, CudaWire, Digests, Direction, Wire, frame_address
+from headwater.transfer.wire import MAX_ROWS, Digests, Direction, Wire, frame_address
 
 GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: smaller pieces slow the wire down
 _GROUP_PLACES: Final = 2  # that a group of layers, of all blocks together, fills at least
@@ -70,9 +71,11 @@ class CopyEngine(Owned):
         self.digests: Final = digests
         self._layerwise = cache.layerwise
         self._known_groups: dict[int, list[tuple[range, int]]] = {}
-        kind = CudaWire if cache.device.type == "cuda" else TorchWire
 
         def make(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
+            if cache.device.type != "cuda":
+                return TorchWire(cache, layout, direction, digests=digests)
+            kind = StagedWire if one_run(cache, layout) is None else RunWire
             return kind(cache, layout, direction, digests=digests)
 
         self._lanes = {
@@ -123,7 +126,7 @@ class CopyEngine(Owned):
         choices: list[Choice] = []
         for direction, lane in self._lanes.items():
             wire = lane.wire
-            if not isinstance(wire, CudaWire):
+            if not isinstance(wire, StagedWire):
                 continue
             faster = True
             count = 1
@@ -212,13 +215,15 @@ class CopyEngine(Owned):
         self, direction: Direction, num_blocks: int, groups: list[tuple[range, int]]
     ) -> tuple[list[Cut], dict[range, int]]:
         """Pieces in the order in which they go, group by group, and how many each group has."""
-        most = self._lanes[direction].wire.place_bytes
+        wire = self._lanes[direction].wire
+        most = wire.place_bytes
         cuts: list[Cut] = []
         left: dict[range, int] = {}
         known: dict[tuple[int, bool, bool], list[tuple[int, int]]] = {}  # most groups are alike
         for number, (planes, width) in enumerate(groups):
             rows = max(1, min(MAX_ROWS, most // (-(-width // 16) * 16)))
-            ramps = number == 0, direction is Direction.IN and number == len(groups) - 1
+            last = direction is Direction.IN and number == len(groups) - 1
+            ramps = wire.in_stages and number == 0, wire.in_stages and last
             ends = known.get((rows, *ramps))
             if ends is None:
                 ends = known[rows, *ramps] = _cut_rows(num_blocks, rows, ramp_up=ramps[0], ramp_down=ramps[1])

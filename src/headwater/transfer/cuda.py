@@ -8,7 +8,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Final
@@ -21,9 +20,6 @@ TO_DEVICE: Final = 1
 TO_HOST: Final = 2
 _BLOCKING_SYNC: Final = 1
 _NO_TIMING: Final = 2
-_POPULATE_WRITE: Final = 23  # of madvise: as if every page were written to
-_POPULATED_BYTES: Final = 64 << 20  # by one call
-_MOST_THREADS: Final = 8
 
 
 class CopyCalls:
@@ -162,25 +158,6 @@ def pin(memory: memoryview, address: int) -> Pin | str:
         # CUDA remembers the error and hands it to the next kernel launch: let that be one of ours.
         torch.zeros(1, device="cuda")
     return str(runtime.cudaGetErrorString(error))
-
-
-def populate(memory: memoryview, address: int) -> bool:
-    """Have the kernel provide all pages of a mapping now, by several threads; nothing in it changes. Blocks.
-
-    To register memory provides them too, but with one thread. False: the kernel cannot (before Linux 5.14), or has not
-    so much memory; to register will show it.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-    def one(at: int) -> bool:
-        size = min(_POPULATED_BYTES, memory.nbytes - at)
-        return int(libc.madvise(address + at, size, _POPULATE_WRITE)) == 0
-
-    starts = range(0, memory.nbytes, _POPULATED_BYTES)
-    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2, len(starts)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="headwater populates") as pool:
-        return all(pool.map(one, starts))
 
 
 def _unregister(memory: memoryview, address: int, owner_pid: int) -> None:

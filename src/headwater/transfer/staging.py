@@ -22,6 +22,7 @@ import numpy as np
 from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
 from headwater.layout.frame import Fault, frame_bytes, promised
 from headwater.layout.spec import KVLayout
+from headwater.transfer.populate import address_of, populate
 
 if TYPE_CHECKING:
     from headwater.transfer.arena import DeviceCache, HostCache
@@ -168,7 +169,7 @@ class TorchStaging:
         """
         if not self._cuda:
             return True
-        address = _address(memory)
+        address = address_of(memory)
         registering = self._registering.get(address)
         if registering is not None and registering.is_alive():
             return False
@@ -181,7 +182,7 @@ class TorchStaging:
         """
         if not self._cuda:
             return True
-        address = _address(memory)
+        address = address_of(memory)
         thread = threading.Thread(
             target=self._register, args=(memory, address), name="headwater registers", daemon=True
         )
@@ -193,10 +194,8 @@ class TorchStaging:
     def _register(self, memory: memoryview, address: int) -> None:
         import torch
 
-        from headwater.transfer.cuda import populate
-
         with torch.cuda.device(self._planes_on):  # a thread begins with the first one, whosever that is
-            populate(memory, address)
+            populate(memory)
             self._pin(memory, address)
 
     def _pin(self, memory: memoryview, address: int) -> bool:
@@ -250,11 +249,6 @@ class TorchStaging:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         """Close."""
         self.close()
-
-
-def _address(memory: memoryview) -> int:
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def _wait(transfer: "Transfer") -> None:

@@ -29,6 +29,7 @@ class TorchWire:
     """One direction, on a CPU."""
 
     by_address: Final = False
+    in_stages: Final = True
 
     def __init__(
         self,

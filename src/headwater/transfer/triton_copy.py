@@ -2,6 +2,7 @@
 """Gather and scatter on the device, in Triton, with the XXH3-64 of each piece that passes.
 
     gather    rows[i, plane] <- plane of block slots[i]      scatter    plane of block slots[i] <- rows[i, plane]
+    digest    the same as gather, and nothing is written but digests
 
 A *task* is one (block, plane) and belongs to one warp; a program takes as many tasks at a time as it has warps, and
 then the next ones. Planes of one launch may differ in length. How wide the accesses are (16 bytes, 8, 4, 1) follows
@@ -127,6 +128,19 @@ def scatter(
     _launch(table, slots, rows, planes, digests, programs, scatters=True)
 
 
+def digest(
+    table: PlaneTable,
+    slots: torch.Tensor,
+    digests: torch.Tensor,
+    *,
+    planes: range,
+    programs: int | None = None,
+) -> None:
+    """Digest planes of blocks where they are. Mutates `digests` and nothing else; otherwise as `gather`."""
+    rows = torch.empty(0, dtype=torch.uint8, device=slots.device).expand(len(slots), 0)
+    _launch(table, slots, rows, planes, digests, programs, scatters=False, copies=False)
+
+
 def _launch(
     table: PlaneTable,
     slots: torch.Tensor,
@@ -136,9 +150,10 @@ def _launch(
     programs: int | None,
     *,
     scatters: bool,
+    copies: bool = True,
 ) -> None:
     start, num_bytes = table.span(planes)
-    _check(table, slots, rows, planes, digests, num_bytes)
+    _check(table, slots, rows, planes, digests, num_bytes if copies else 0)
     if programs is not None and programs < 1:
         raise InvalidCopy(f"a copy needs at least one program, not {programs}")
     num_tasks = len(slots) * len(planes)
@@ -160,6 +175,7 @@ def _launch(
             rows.stride(0),
             0 if digests is None else digests.stride(0),
             SCATTERS=scatters,
+            COPIES=copies,
             DIGESTS=digests is not None,
             ALIGNMENT=alignment,
             WARPS=_WARPS,
@@ -169,18 +185,20 @@ def _launch(
 
 
 class Launcher:
-    """One of the two kernels, launched by addresses on any stream: nothing is checked, and it costs a third.
+    """One of the kernels, launched by addresses on any stream: nothing is checked, and it costs a third.
 
     For who launches thousands a second over memory of its own. Rows may be host memory that is registered with CUDA:
     then the kernel itself copies over the bus. Few tasks are spread over more programs, of fewer warps: they are over
     sooner. Only where kernels are compiled.
     """
 
-    def __init__(self, table: PlaneTable, *, scatters: bool, digests: bool, programs: int | None = None) -> None:
-        """Compiles, which takes seconds the first time on a machine."""
+    def __init__(
+        self, table: PlaneTable, *, scatters: bool, digests: bool, copies: bool = True, programs: int | None = None
+    ) -> None:
+        """Compiles, which takes seconds the first time on a machine. `copies`: or it only digests, and has no rows."""
         self._table = table
         self._programs = programs
-        self._constants = scatters, digests
+        self._constants = scatters, copies, digests
         self._addresses = table._entries.data_ptr(), table._words.data_ptr()
         self._compiled: dict[tuple[int, int], Any] = {}  # by alignment and warps
         self._plane_alignments: dict[range, int] = {}
@@ -188,9 +206,17 @@ class Launcher:
             self._compile(self._alignment(range(len(table.layout.planes)), 0, 0), warps)
 
     def __call__(
-        self, stream: int, planes: range, *, slots: int, rows: int, row_stride: int, num_rows: int, digests: int
+        self,
+        stream: int,
+        planes: range,
+        *,
+        slots: int,
+        num_rows: int,
+        digests: int,
+        rows: int = 0,
+        row_stride: int = 0,
     ) -> None:
-        """Copy `planes` of `num_rows` blocks. `slots` and `digests` are dense tables, which the device reaches."""
+        """Copy or digest `planes` of `num_rows` blocks. `slots` and `digests`: dense tables that the device reaches."""
         num_tasks = num_rows * len(planes)
         alignment = self._alignment(planes, rows, row_stride)
         most = self._programs
@@ -213,12 +239,13 @@ class Launcher:
 
     def _compile(self, alignment: int, warps: int) -> Any:
         table = self._table
-        scatters, digests = self._constants
+        scatters, copies, digests = self._constants
         word = table._entries
         with torch.cuda.device(table.device):
             compiled = _copy.warmup(
                 *(word, table._words, word, word.view(torch.uint8), word, 0, 0, 2, 2, 32, 2),
                 SCATTERS=scatters,
+                COPIES=copies,
                 DIGESTS=digests,
                 ALIGNMENT=alignment,
                 WARPS=warps,
@@ -269,6 +296,7 @@ def _copy(
     row_stride: tl.tensor,
     digest_stride: tl.tensor,
     SCATTERS: tl.constexpr,
+    COPIES: tl.constexpr,
     DIGESTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WARPS: tl.constexpr,
@@ -300,12 +328,13 @@ def _copy(
         if ALIGNMENT == 16:  # narrow accesses are slow anyway, and costly to compile
             whole = tl.min(blocks) // BLOCKS
             for step in range(whole):
-                even, odd = _step(piece, step, even, odd, keys, mixers, True, DIGESTS, ALIGNMENT, BLOCKS)
+                even, odd = _step(piece, step, even, odd, keys, mixers, True, COPIES, DIGESTS, ALIGNMENT, BLOCKS)
         for step in range(whole, tl.cdiv(tl.max(stripes), 16 * BLOCKS)):
-            even, odd = _step(piece, step, even, odd, keys, mixers, False, DIGESTS, ALIGNMENT, BLOCKS)
+            even, odd = _step(piece, step, even, odd, keys, mixers, False, COPIES, DIGESTS, ALIGNMENT, BLOCKS)
         begin, end = 64 - length, tl.zeros_like(length) + 64  # of the piece, seen from its last 64 bytes
         last_even, last_odd = _load(source - begin, begin, end, True, ALIGNMENT)
-        _store(target - begin, last_even, last_odd, begin + stripes * 64, end, True, ALIGNMENT)
+        if COPIES:
+            _store(target - begin, last_even, last_odd, begin + stripes * 64, end, True, ALIGNMENT)
         if DIGESTS:
             last_key = words + LAST_STRIPE + 8 * pair[None, None, :]
             last_even, last_odd = absorb(last_even, last_odd, tl.load(last_key), tl.load(last_key + 8))
@@ -326,6 +355,7 @@ def _step(
     keys: tl.tuple,
     mixers: tl.tuple,
     WHOLE: tl.constexpr,
+    COPIES: tl.constexpr,
     DIGESTS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -338,7 +368,7 @@ def _step(
     for half in tl.static_range(2 * BLOCKS):
         at = half * 512
         words = words + (_load(source + at, zero, left - at, not WHOLE, ALIGNMENT),)  # type: ignore[assignment]  # noqa: RUF005
-    for half in tl.static_range(2 * BLOCKS):
+    for half in tl.static_range(2 * BLOCKS if COPIES else 0):
         at = half * 512
         _store(target + at, words[half][0], words[half][1], zero, left - at, not WHOLE, ALIGNMENT)
     if DIGESTS:
