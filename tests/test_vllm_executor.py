@@ -23,7 +23,7 @@ from headwater.core.events import Cancel, Event, Failure, Instruction, JobFailed
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import executor
 from headwater.integrations.vllm import worker as worker_module
-from headwater.integrations.vllm.executor import Executor, Starting
+from headwater.integrations.vllm.executor import Executor, Starting, begin_ahead, take_begun
 from headwater.integrations.vllm.metadata import Orders
 from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
@@ -194,10 +194,78 @@ time.sleep(1000)
             os.killpg(one.pid, signal.SIGKILL)
 
 
-def begin(tmp_path: Path, **options: Any) -> Starting:
-    config = read_config({"host_directory": None, "disk_directory": str(tmp_path / "disk"), "disk_bytes": 16 << 20})
+def config_of(tmp_path: Path, name: str = "disk") -> ConnectorConfig:
+    return read_config({"host_directory": None, "disk_directory": str(tmp_path / name), "disk_bytes": 16 << 20})
+
+
+def show(starting: Starting, tmp_path: Path, **options: Any) -> None:
     cache = RegisteredCache({"a": plane(8, 64, tmp_path / "kv")}, num_blocks=8, block_tokens=4)
-    return Starting(config, {**say_planes(cache), **options}, identity=IDENTITY, rank=0, world=1)
+    starting.show({**say_planes(cache), **options}, identity=IDENTITY, rank=0, world=1)
+
+
+def begin(tmp_path: Path, **options: Any) -> Starting:
+    starting = Starting(config_of(tmp_path))
+    show(starting, tmp_path, **options)
+    return starting
+
+
+def test_one_is_begun_before_there_is_any_kv(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    begin_ahead(config)
+    (ahead,) = executor._ahead
+    starting = take_begun(config_of(tmp_path), on_gpu=False)
+    assert starting is ahead
+    assert not executor._ahead
+    with pytest.raises(RankUnavailable, match="no executor"):
+        starting.wait(timeout_s=1.0)  # it has not been shown any
+    begin_ahead(config)
+    starting = take_begun(config, on_gpu=False)
+    show(starting, tmp_path)
+    found = starting.wait(timeout_s=ROOM_S)
+    assert found.hands.drain(ROOM_S)
+    found.close()
+    assert found.process.returncode == 0
+
+
+def test_one_that_was_begun_for_other_options_is_ended(tmp_path: Path) -> None:
+    begin_ahead(config_of(tmp_path))
+    (first,) = executor._ahead
+    begin_ahead(config_of(tmp_path, "other"))
+    (second,) = executor._ahead
+    assert first.process.returncode is not None
+    third = take_begun(config_of(tmp_path), on_gpu=False)
+    assert second.process.returncode is not None
+    assert third is not first
+    third.give_up()
+    begin_ahead(read_config({"executor": "threads"}))
+    assert not executor._ahead
+
+
+def test_one_that_died_before_it_was_wanted_is_replaced(tmp_path: Path) -> None:
+    begin_ahead(config_of(tmp_path))
+    (dead,) = executor._ahead
+    dead.process.kill()
+    dead.process.wait(ROOM_S)
+    starting = take_begun(config_of(tmp_path), on_gpu=False)
+    assert starting is not dead
+    show(starting, tmp_path)
+    starting.wait(timeout_s=ROOM_S).close()
+
+
+def test_one_that_dies_before_it_is_shown_anything_is_said(tmp_path: Path) -> None:
+    starting = Starting(config_of(tmp_path))
+    starting.process.kill()
+    starting.process.wait(ROOM_S)
+    show(starting, tmp_path)
+    with pytest.raises(RankUnavailable, match="no executor"):
+        starting.wait(timeout_s=ROOM_S)
+
+
+def test_one_whose_other_end_is_closed_ends_quietly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    starting = Starting(config_of(tmp_path))
+    starting._sock.close()
+    assert starting.process.wait(ROOM_S) == 0
+    assert "cannot begin" not in capfd.readouterr().err
 
 
 def test_one_that_cannot_begin_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

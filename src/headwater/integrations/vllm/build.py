@@ -39,6 +39,7 @@ from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Deadline, Store
 from headwater.storage.local import directory
+from headwater.transfer.populate import populate
 from headwater.transfer.ranks import Ranks
 from headwater.transfer.seats import Seat
 from headwater.transfer.worker import Worker
@@ -150,8 +151,7 @@ class OpenWorker:
         """
         until = Deadline.after(timeout_s)
         for name, store in self.stores.items():
-            in_place = store.addressable()
-            memory = in_place.memory() if in_place is not None else None
+            memory = _memory_of(store)
             if memory is None or not self.staging.on_gpu:
                 continue
             size = f"{memory.nbytes / (1 << 30):.1f} GiB of the {name} tier"
@@ -166,6 +166,19 @@ class OpenWorker:
         """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
         self.hands.drain(timeout_s)
         self.stack.close()
+
+
+def provide_memory(stores: Mapping[str, Store]) -> None:
+    """Have the kernel provide what `get_ready` will register with a GPU, which is not touched. Blocks, seconds."""
+    for store in stores.values():
+        memory = _memory_of(store)
+        if memory is not None:
+            populate(memory)
+
+
+def _memory_of(store: Store) -> memoryview | None:
+    in_place = store.addressable()
+    return in_place.memory() if in_place is not None else None
 
 
 def open_worker(

@@ -34,7 +34,7 @@ from headwater.integrations.vllm.engine_facts import (
     require_cacheable,
     require_orderly,
 )
-from headwater.integrations.vllm.executor import Executor, Starting
+from headwater.integrations.vllm.executor import Executor, Starting, begin_ahead, give_up_ahead, take_begun
 from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
@@ -82,6 +82,11 @@ class Introduction(KVConnectorHandshakeMetadata):
     facts: RankFacts
 
 
+def _is_only_rank(vllm_config: "VllmConfig") -> bool:
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size) == 1
+
+
 class _PoolPins:
     """Blocks of vLLM's pool, each with one owner more."""
 
@@ -117,7 +122,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts: RankFacts | None = None
         self._scheduler: OpenScheduler | None = None
         self._counted: Counted | None = None
-        # On a GPU: what was on the stream when the last steps began. The oldest is of the steps that orders speak of.
+        # On a GPU, among others: what was on the stream when the last steps began. The oldest is of the steps that
+        # orders speak of. A rank that is alone has said itself that those are over.
         self._marks: deque[torch.cuda.Event] = deque(maxlen=vllm_config.max_concurrent_batches)
         self._on_gpu = False
         self._flight = Flight()
@@ -128,8 +134,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """How vLLM shall lay out its KV; None: as it likes. What a backend does not have, vLLM drops itself."""
-        layout = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config).layout
-        return one_run_layout(vllm_config) if layout == AUTO_LAYOUT else layout
+        config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        # Its worker is in this process, and busy for a while.
+        if torch.cuda.is_initialized() and _is_only_rank(vllm_config):  # type: ignore[no-untyped-call]
+            begin_ahead(config)
+        return one_run_layout(vllm_config) if config.layout == AUTO_LAYOUT else config.layout
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -162,10 +171,11 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             self._config.executor is ExecutorKind.AUTO and self._on_gpu
         ):
             try:
-                self._starting = Starting(
-                    self._config, say_planes(device), identity=identity.digest, rank=rank, world=world
-                )
+                planes = say_planes(device)
+                self._starting = take_begun(self._config, on_gpu=self._on_gpu)
+                self._starting.show(planes, identity=identity.digest, rank=rank, world=world)
             except (InvalidLayout, OSError, ValueError) as error:
+                self._give_up_executor()
                 self._without_executor(error)
         if self._starting is None:
             self._open_here()
@@ -177,6 +187,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             num_blocks=device.num_blocks,
             identity=as_fields(identity),
         )
+
+    def _give_up_executor(self) -> None:
+        """One that begins is not wanted any more; idempotent."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.give_up()
+        give_up_ahead()
 
     def _open_threads(self, device: RegisteredCache, **facts: Any) -> None:
         """Blocks are moved by threads of this process. Blocks, while memory is registered."""
@@ -215,7 +232,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins: blocks that are taken away are read no more when this returns, or their saves are void."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepOrders):
-            if self._on_gpu:
+            if self._on_gpu and not _is_only_rank(self._vllm_config):
                 mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 mark.record()
                 self._marks.append(mark)
@@ -396,8 +413,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads, let go of the stores; idempotent. Saves get a few seconds to arrive."""
-        if self._starting is not None:
-            self._starting.give_up()
+        self._give_up_executor()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -8,7 +8,9 @@ A process of its own has its own interpreter: looking up, verifying and publishi
 each, in which vLLM could not launch. What a job reads was computed before it is begun, and what it wrote has arrived
 when it ends, so no event of the device has to be shared.
 
-It is begun while vLLM warms up, and waited for at its handshake. If it dies, or is shot because it does not answer, its
+It is begun as early as vLLM lets us, loads torch and opens the stores while vLLM looks how much memory it has, maps the
+KV when there is one, and is waited for at vLLM's handshake. It touches the device only then: what vLLM measures is its
+own. If it dies, or is shot because it does not answer, its
 jobs end as failed, all tiers are off, and the engine computes everything; one line says so. Where it cannot be had,
 threads of the worker do the same (`build.open_worker`).
 """
@@ -23,11 +25,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from headwater.core.errors import RankUnavailable
 from headwater.core.events import StoreOff
-from headwater.integrations.vllm.settings import ConnectorConfig
+from headwater.integrations.vllm.settings import ConnectorConfig, ExecutorKind
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.shard import Shard
 from headwater.metrics import Metrics
@@ -98,33 +100,22 @@ class Executor:
 class Starting:
     """An executor that gets ready."""
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        planes: Mapping[str, Any],
-        *,
-        identity: bytes,
-        rank: int,
-        world: int,
-    ) -> None:
-        """Begin one. `planes`: what `say_planes` said of the KV. Does not block. Raises OSError, ValueError."""
-        self._identity = identity
-        self._page = (rank, world, 0)
+    def __init__(self, config: ConnectorConfig, *, on_gpu: bool = False) -> None:
+        """Begin one. Does not block. Raises OSError, ValueError. `on_gpu`: vLLM's KV is, or will be."""
+        self.config: Final = config
+        self.parent: Final = os.getpid()
+        self._identity = b""
+        self._page = (0, 1, 0)
         places = {"host": config.host_directory, "disk": config.disk_directory, "pool": config.pool}
         self._stores = [name for name, place in places.items() if place is not None]
         order = {
             "config": {name: _plain(value) for name, value in asdict(config).items()},
-            "planes": planes,
-            "identity": identity.hex(),
-            "rank": rank,
-            "world": world,
             "begun_s": SYSTEM_CLOCK.monotonic(),
-            "parent": os.getpid(),
+            "parent": self.parent,
+            "on_gpu": on_gpu,
         }
         self._sock, theirs = socket.socketpair()
-        with theirs, os.fdopen(os.memfd_create("headwater"), "w+b") as stdin:
-            stdin.write(json.dumps(order).encode())
-            stdin.seek(0)
+        with theirs, _document(order) as stdin:
             number = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 3)  # what is below is the child's own
             path = json.dumps([str(place) for place in sys.path])
             try:
@@ -139,6 +130,18 @@ class Starting:
                 raise
             finally:
                 os.close(number)
+
+    def show(self, planes: Mapping[str, Any], *, identity: bytes, rank: int, world: int) -> None:
+        """Tell it whose KV it moves. `planes`: what `say_planes` said. Once. Does not block. Raises OSError.
+
+        If it is gone already, `wait` says so.
+        """
+        self._identity = identity
+        self._page = (rank, world, 0)
+        order = {"planes": planes, "identity": identity.hex(), "rank": rank, "world": world}
+        # A file, of any size: a socket would take a part, and wait.
+        with _document(order) as document, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._sock, [b"."], [document.fileno()])
 
     def wait(self, *, overlapping: int = 1, timeout_s: float = READY_S) -> Executor:
         """Wait until it is ready. Blocks. Raises RankUnavailable, with nothing left behind, if that did not happen.
@@ -156,6 +159,7 @@ class Starting:
                 may_shoot=True,
             )
         except RankUnavailable as error:
+            self._sock.close()
             _end(self.process)
             raise RankUnavailable(f"no executor: {error}; what it said itself is in the log") from error
         return Executor(link, self.process, stores=self._stores, overlapping=overlapping)
@@ -164,6 +168,44 @@ class Starting:
         """End it before it was waited for; idempotent."""
         self._sock.close()
         _end(self.process, at_once=True)
+
+
+_ahead: list[Starting] = []  # one at most, that nobody has shown any KV yet
+
+
+def begin_ahead(config: ConnectorConfig) -> None:
+    """Begin an executor before there is any KV on a GPU, for who will ask for one with these options. Does not block.
+
+    For this process: one of a parent is not its child's. If none can be begun, who asks for it will say so.
+    """
+    give_up_ahead()
+    if config.executor is not ExecutorKind.THREADS:
+        with contextlib.suppress(OSError, ValueError):
+            _ahead.append(Starting(config, on_gpu=True))
+
+
+def take_begun(config: ConnectorConfig, *, on_gpu: bool) -> Starting:
+    """The executor that was begun ahead with these options, or one that begins now. Raises OSError, ValueError."""
+    if _ahead and _ahead[0].config == config and _ahead[0].parent == os.getpid() and _ahead[0].process.poll() is None:
+        return _ahead.pop()
+    give_up_ahead()
+    return Starting(config, on_gpu=on_gpu)
+
+
+def give_up_ahead() -> None:
+    """End one that was begun ahead, if nobody took it. Blocks until it is gone; idempotent."""
+    while _ahead:
+        one = _ahead.pop()
+        if one.parent == os.getpid():
+            one.give_up()
+
+
+def _document(order: Mapping[str, Any]) -> BinaryIO:
+    """A file in memory for another process, at its beginning."""
+    file = os.fdopen(os.memfd_create("headwater"), "w+b")
+    file.write(json.dumps(order).encode())
+    file.seek(0)
+    return file
 
 
 def _plain(value: object) -> object:

@@ -1,6 +1,7 @@
 """What runs in an executor's process (`executor.py`): the hands on vLLM's KV, mapped, until vLLM's worker is gone.
 
-Its order comes as a JSON document on standard input. It ends when the other end of its socket is closed, and for no
+What it is to open comes as a JSON document on standard input, and whose KV it moves in a file that comes over its
+socket later, when there is one. It ends when the other end of its socket is closed, and for no
 other reason: whoever ends vLLM politely, with a signal to all its processes, wants its last blocks saved.
 """
 
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.integrations.vllm.build import OpenWorker, open_worker, shared_tiers
+from headwater.integrations.vllm.build import OpenWorker, open_worker, provide_memory, shared_tiers
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.layout.shard import Shard
@@ -46,7 +47,9 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as sock:
         threading.Thread(target=_watch, args=(order["parent"], sock), name="headwater parent", daemon=True).start()
         try:
-            worker = _open(order, say)
+            worker = _open(order, sock, say)
+        except _NotWanted:
+            return
         except (HeadwaterError, RuntimeError, OSError) as error:  # torch says RuntimeError for whatever the device says
             log.error("it cannot begin: %s: %s", type(error).__name__, error)
             sys.exit(1)
@@ -70,21 +73,43 @@ def _watch(parent: int, sock: socket.socket) -> None:
     os._exit(1)
 
 
-def _open(order: dict[str, Any], say: Callable[[str], None]) -> OpenWorker:
+class _NotWanted(Exception):
+    """The other end was closed before there was any KV."""
+
+
+def _open(order: dict[str, Any], sock: socket.socket, say: Callable[[str], None]) -> OpenWorker:
+    """Open everything. What `order` lacks comes over the socket, and is added to it."""
     say("it is up")
     config: ConnectorConfig = read_config(order["config"])
     metrics = Metrics()
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as beside:
-        opening = beside.submit(stack.enter_context, shared_tiers(config, metrics))  # a large slab takes seconds
+
+        def open_stores() -> None:
+            stores = stack.enter_context(shared_tiers(config, metrics))
+            if order["on_gpu"]:
+                provide_memory(stores)
+
+        opening = beside.submit(open_stores)  # a large slab takes seconds
         from headwater.integrations.vllm.registered import MappedCache  # and so does torch
 
         say("torch is loaded")
-        device = MappedCache(order["planes"])
-        say("vLLM's KV is mapped")
         opening.result()
         say("stores are open")
+        order |= _rest_of_order(sock)
+        say("vLLM has its KV")
+        device = MappedCache(order["planes"])
         identity = bytes.fromhex(order["identity"])
         rank, world = order["rank"], order["world"]
         worker = open_worker(config, device, identity=identity, rank=rank, world=world, metrics=metrics)
     say("kernels are compiled")
     return worker
+
+
+def _rest_of_order(sock: socket.socket) -> dict[str, Any]:
+    """Wait for it. Blocks, for as long as vLLM takes. Raises _NotWanted."""
+    _, numbers, _, _ = socket.recv_fds(sock, 1, 1)
+    if not numbers:
+        raise _NotWanted
+    with os.fdopen(numbers[0], "rb") as document:
+        rest: dict[str, Any] = json.load(document)
+    return rest
