@@ -249,9 +249,9 @@ class Relay:
     # --- whether a node is one ----------------------------------------------------------------------------------------
 
     async def greet(self, node: str, url: str) -> str | None:
-        """Have a node prove that it holds the key, ahead of its next request; why it is not trusted, if it is not.
+        """Have a node prove that it holds the key, ahead of its next request; why it is not trusted, or "": it did.
 
-        Waits `probe_s` at most. One that does not answer, or has no room, is asked again when it is needed.
+        Waits `probe_s` at most. None: it did not answer, or has no room, and is asked again when it is needed.
         """
         with suppress(TimeoutError, OSError, UnicodeError):
             async with asyncio.timeout(self._probe_s):
@@ -259,6 +259,7 @@ class Relay:
                     await self._peer(node, url).prove(connect_s=self._connect_s)
                 except NotProven as error:
                     return None if error.status in _NO_ROOM else f"{node} is not trusted: {error}"
+                return ""
         return None
 
     def forget(self, node: str) -> None:

@@ -194,10 +194,12 @@ class Router:
         if entry is None or entry.beat.url != beat.url:
             return
         why = await self._relay.greet(beat.node, beat.url)
-        if why is not None and not entry.doubted:  # once
+        if why is None:  # it says nothing either way
+            return
+        if why and not entry.doubted:  # once
             log.warning("%s", why)
             self.metrics.event("node_unproven", node=beat.node, why=why)
-        entry.doubted = why is not None
+        entry.doubted = bool(why)
 
     def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
         """Give a node nothing new, or something again. Raises InvalidInput if it is not there."""
