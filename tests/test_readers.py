@@ -19,7 +19,7 @@ from headwater.engine.models.base import Model
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import readers
 from headwater.serve.errors import ApiError
-from headwater.serve.readers import Readers, _Turns
+from headwater.serve.readers import Readers, _Turns, spare_readers
 from headwater.serve.reading import LargeBody, Reader, large_routable
 from serve_kit import WAIT_S, Served, directory, model, serving
 from test_door import COMPLETIONS, START, all_of, error_in, half_bodies, one_of, readers_of
@@ -281,3 +281,34 @@ def test_a_router_keeps_small_things_of_a_large_body() -> None:
     for salt in salts:
         found = large_routable(json.dumps({**fine, "prompt": [1, 2], "cache_salt": salt}).encode())
         assert found.body == fine
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_spare_readers_are_taken_and_others_end(dead: bool) -> None:
+    """They load what they need before anybody knows what they will read."""
+
+    async def run() -> None:
+        with spare_readers() as spares:
+            before = list(spares)
+            assert len(before) == 2
+            for spare in before if dead else []:
+                spare._process.kill()
+                spare._process.wait(WAIT_S)
+            one = Readers(max_body_bytes=1)
+            try:
+                one.start(spares)
+                assert not spares
+                lanes = [lane._process for lane in one._lanes]
+                assert (set(lanes) == set(before)) is not dead
+                until_s = asyncio.get_running_loop().time() + WAIT_S
+                body = json.dumps({"model": "m", "prompt": "a", "user": " " * (2 << 20)}).encode()
+                found = await one.read("routable", body, num_bytes=len(body), until_s=until_s)
+                assert found is not None
+            finally:
+                one.close()
+            assert all(spare.is_gone() for spare in before)
+        with spare_readers() as spares:
+            before = list(spares)
+        assert all(spare.is_gone() for spare in before)
+
+    asyncio.run(run())

@@ -56,13 +56,16 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):  # Linux; elsewhere it ends when it is done with a body
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    options = json.loads(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_DATA, (options["memory_bytes"], options["memory_bytes"]))
     os.nice(_NICE)
-    load = cache(lambda: _calls(options))
-    with suppress(HeadwaterError):  # a body will be answered with it
-        load()
     with socket.socket(fileno=int(sys.argv[1])) as ours, ours.makefile("rwb") as stream:
+        told = _next(stream)
+        if told is None:
+            return  # nobody wants it
+        options = json.loads(told)
+        resource.setrlimit(resource.RLIMIT_DATA, (options["memory_bytes"], options["memory_bytes"]))
+        load = cache(lambda: _calls(options))
+        with suppress(HeadwaterError):  # a body will be answered with it
+            load()
         while (num_bytes := _answer_one(stream, load)) is not None:
             if num_bytes >= _TRIM_BYTES:
                 gc.collect()
@@ -84,12 +87,17 @@ def _calls(options: Mapping[str, Any]) -> _Calls:
     return {"question": reader.question, "envelope": reader.envelope}
 
 
+def _next(stream: BufferedIOBase) -> bytes | None:
+    """The next message. None: there are no more."""
+    head = stream.read(SIZE.size)
+    return stream.read(*SIZE.unpack(head)) if len(head) == SIZE.size else None
+
+
 def _answer_one(stream: BufferedIOBase, load: Callable[[], _Calls]) -> int | None:
     """Answer the next message; its bytes. None: there are no more."""
-    head = stream.read(SIZE.size)
-    if len(head) < SIZE.size:
+    message = _next(stream)
+    if message is None:
         return None
-    message = stream.read(*SIZE.unpack(head))
     what, arguments = pickle.loads(message)  # noqa: S301  from the server that started us
     answer = pickle.dumps(_read(load, what, arguments))
     stream.write(SIZE.pack(len(answer)) + answer)

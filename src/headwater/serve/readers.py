@@ -9,7 +9,8 @@ Two lanes, a process each: bodies above `_HUGE_BYTES`, of which one may take sec
 body after the other, small ones first; nobody is passed over more than `_MOST_PASSED` times by who came later. So many
 may wait; one more hears so at once. Bodies that wait are held in the server's budget (`bodies.py`).
 
-Readers run with a lower priority, and are started when the first large body comes, or by `start`.
+Readers run with a lower priority, and are started when the first large body comes, or by `start`. What they load takes
+most of a second of a core: `spare_readers` has that done while a model is loaded, and not beside the first requests.
 """
 
 import asyncio
@@ -20,10 +21,11 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
@@ -40,6 +42,7 @@ _LEAST_MEMORY_BYTES: Final = 2 << 30
 _LEFT_S: Final = 1.0  # for a body that nobody waits for: to start another process takes about as long
 _MOST_PASSED: Final = 8
 _NUM_THREADS: Final = 4
+_NUM_LANES: Final = 2
 _MODULE: Final = "headwater.serve.reader_process"
 
 
@@ -61,7 +64,7 @@ class Readers:
         memory_bytes = max(_LEAST_MEMORY_BYTES, _MEMORY_PER_BYTE * max_body_bytes)
         self._threads = _Threads(here or {}, max_waiting)
         self._lanes: tuple[_Lane, ...] = tuple(
-            _Lane({"memory_bytes": memory_bytes, **options}, max_waiting) for _ in range(2)
+            _Lane({"memory_bytes": memory_bytes, **options}, max_waiting) for _ in range(_NUM_LANES)
         )
 
     async def read(self, what: str, *arguments: Any, num_bytes: int, until_s: float) -> Any:
@@ -74,10 +77,10 @@ class Readers:
         except TimeoutError as error:
             raise ApiError(504, "the body could not be read in time", kind="server_error", code="timeout") from error
 
-    def start(self) -> None:
-        """Start the processes now, so that nobody has to wait for them. Does not wait itself."""
+    def start(self, spares: "list[Spare] | None" = None) -> None:
+        """Start the processes now, so that nobody has to wait for them. Does not wait itself. Takes spares, if any."""
         for lane in self._lanes:
-            lane.start()
+            lane.start(spares.pop() if spares else None)
 
     def stop(self) -> None:
         """Read no more: who waits hears so at once (503). Does not wait. Idempotent."""
@@ -195,14 +198,17 @@ class _Lane:
         self._ended: list[_Process] = []  # and perhaps not gone yet
         self._stopped = False
 
-    def start(self) -> "_Process":
+    def start(self, spare: "Spare | None" = None) -> "_Process":
         """The process, started if need be. Raises ApiError if there are to be none any more."""
         if self._stopped:
             raise errors.closing()
         if self._process is not None and self._process.is_gone():  # killed by somebody, while it had nothing to do
             self._end()
         if self._process is None:
-            self._process = _Process(self._options)
+            self._process = _begun(self._options, spare)
+        elif spare is not None:
+            spare.end()
+            self._ended.append(spare)
         return self._process
 
     async def read(self, what: str, arguments: tuple[Any, ...], num_bytes: int) -> Any:
@@ -276,12 +282,12 @@ class _Ended(Exception):
 
 
 class _Process:
-    """A reader that runs."""
+    """A reader that runs. It loads its modules, and waits to be told what it reads with."""
 
-    def __init__(self, options: Mapping[str, object]) -> None:
+    def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), json.dumps(dict(options))]
+            command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())]
             try:
                 self._process = subprocess.Popen(  # noqa: S603  this program, with what it was started with
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -290,6 +296,11 @@ class _Process:
                 self._ours.close()
                 raise
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    def begin(self, options: Mapping[str, object]) -> None:
+        """Tell it what it reads with, once, before it is asked. Raises OSError if it is gone."""
+        data = json.dumps(dict(options)).encode()
+        self._ours.sendall(SIZE.pack(len(data)) + data)  # less than a socket takes: it does not block
 
     async def ask(self, message: object) -> tuple[str, Any]:
         """Its answer. Raises OSError or EOFError if it ends instead. Who stops waiting must `end` it."""
@@ -315,3 +326,34 @@ class _Process:
     def is_gone(self, *, wait: bool = False) -> bool:
         """Whether it has ended; with `wait`, when it has."""
         return (self._process.wait() if wait else self._process.poll()) is not None
+
+
+Spare: TypeAlias = _Process
+
+
+@contextmanager
+def spare_readers() -> Iterator[list[Spare]]:
+    """Processes for `Readers.start`, which load what they need meanwhile. Those that nobody took are ended."""
+    spares: list[Spare] = []
+    try:
+        with suppress(OSError):  # who needs one will say so
+            spares += [_Process() for _ in range(_NUM_LANES)]
+        yield spares
+    finally:
+        for one in spares:
+            one.end()
+            one.is_gone(wait=True)
+
+
+def _begun(options: Mapping[str, object], spare: Spare | None) -> _Process:
+    """A process that has its options: the spare one, if that still lives. Raises OSError."""
+    if spare is not None:
+        try:
+            spare.begin(options)
+        except OSError:
+            spare.end()
+        else:
+            return spare
+    process = _Process()
+    process.begin(options)
+    return process

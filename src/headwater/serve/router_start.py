@@ -21,6 +21,7 @@ from headwater.metrics import Metrics
 from headwater.serve.asked import Messages, salt_of
 from headwater.serve.body import Fields
 from headwater.serve.errors import ApiError
+from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections, router_limits
 from headwater.serve.prompts import encode
 from headwater.serve.reading import APIS, LargeBody
@@ -58,6 +59,7 @@ def run(
 
         def announce() -> None:
             server.start_readers()
+            keep_what_is_here()
             say(f"the router answers on {address(listener)}/v1")
             say(curl(address(listener), with_key=config.api_key is not None))
 

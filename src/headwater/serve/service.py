@@ -40,7 +40,7 @@ from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
 from headwater.serve.reader_process import directory_digest
-from headwater.serve.readers import Readers
+from headwater.serve.readers import Readers, Spare
 from headwater.serve.reading import Envelope, Question, Reader
 
 try:
@@ -115,9 +115,9 @@ class Service:
             **reader,
         )
 
-    def start_readers(self) -> None:
-        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
-        self._readers.start()
+    def start_readers(self, spares: list[Spare] | None = None) -> None:
+        """Have what reads large bodies ready before the first one comes. Does not wait for it. Takes spares, if any."""
+        self._readers.start(spares)
 
     def close(self) -> None:
         """Read no more. Blocks for a moment. Idempotent."""

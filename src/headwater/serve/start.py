@@ -18,7 +18,9 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Load, Rates
 from headwater.serve.beats import Beats
+from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import fit_connections, limits_of
+from headwater.serve.readers import spare_readers
 from headwater.serve.server import Server
 from headwater.serve.service import Service
 from headwater.serve.sockets import address, curl, listen
@@ -37,7 +39,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
         if config.api_key is None and not is_loopback(listener.getsockname()[0]):
             log.warning("everybody who can reach %s can use this server: it wants no API key", config.host)
         log.info("loading %s", config.model)
-        with open_engine(config) as running:
+        with spare_readers() as spares, open_engine(config) as running:
             fits = fit_connections(config.max_connections)
             bound = listener.getsockname()[0]
             service = Service(
@@ -55,7 +57,8 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             )
 
             def announce() -> None:
-                service.start_readers()
+                service.start_readers(spares)
+                keep_what_is_here()
                 if config.role is Role.MIXED:
                     say(f"{running.name} answers on {address(listener)}/v1")
                     say(curl(address(listener), running.name, with_key=config.api_key is not None))
