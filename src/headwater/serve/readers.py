@@ -80,7 +80,8 @@ class Readers:
     def start(self, spares: "list[Spare] | None" = None) -> None:
         """Start the processes now, so that nobody has to wait for them. Does not wait itself. Takes spares, if any."""
         for lane in self._lanes:
-            lane.start(spares.pop() if spares else None)
+            with suppress(OSError):  # the first large body tries again, and is told
+                lane.start(spares.pop() if spares else None)
 
     def stop(self) -> None:
         """Read no more: who waits hears so at once (503). Does not wait. Idempotent."""

@@ -122,8 +122,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._facts: RankFacts | None = None
         self._scheduler: OpenScheduler | None = None
         self._counted: Counted | None = None
-        # On a GPU, among others: what was on the stream when the last steps began. The oldest is of the steps that
-        # orders speak of. A rank that is alone has said itself that those are over.
+        # On a GPU: what was on the stream when the last steps began. The oldest is of the steps that orders speak of.
         self._marks: deque[torch.cuda.Event] = deque(maxlen=vllm_config.max_concurrent_batches)
         self._on_gpu = False
         self._flight = Flight()
@@ -232,7 +231,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """A step begins: blocks that are taken away are read no more when this returns, or their saves are void."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepOrders):
-            if self._on_gpu and not _is_only_rank(self._vllm_config):
+            if self._on_gpu:
                 mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 mark.record()
                 self._marks.append(mark)

@@ -29,6 +29,7 @@ from headwater.storage.base import SYSTEM_CLOCK
 from headwater.transfer.rank_server import serve_rank
 from headwater.transfer.seats import Seat
 
+_KV_S: Final = 1800.0  # for vLLM to have its KV: it compiles meanwhile. Then this one ends, and another can be begun
 _READY_S: Final = 60.0  # for memory to be registered: vLLM warms up meanwhile
 _LAST_S: Final = 30.0  # for what was begun, after vLLM's worker is gone
 log: Final = logging.getLogger("headwater")
@@ -106,8 +107,14 @@ def _open(order: dict[str, Any], sock: socket.socket, say: Callable[[str], None]
 
 
 def _rest_of_order(sock: socket.socket) -> dict[str, Any]:
-    """Wait for it. Blocks, for as long as vLLM takes. Raises _NotWanted."""
-    _, numbers, _, _ = socket.recv_fds(sock, 1, 1)
+    """Wait for it. Blocks, for as long as vLLM takes, `_KV_S` at most. Raises _NotWanted."""
+    sock.settimeout(_KV_S)
+    try:
+        _, numbers, _, _ = socket.recv_fds(sock, 1, 1)
+    except TimeoutError as error:
+        log.warning("vLLM had no KV for %.0f s: it ends", _KV_S)
+        raise _NotWanted from error
+    sock.settimeout(None)
     if not numbers:
         raise _NotWanted
     with os.fdopen(numbers[0], "rb") as document:
