@@ -176,8 +176,8 @@ _ahead: list[Starting] = []  # one at most, that nobody has shown any KV yet
 def begin_ahead(config: ConnectorConfig) -> None:
     """Begin an executor before there is any KV on a GPU, for who will ask for one with these options.
 
-    Blocks only to end another one that nobody took. For this process: one of a parent is not its child's. If none can be
-    begun, who asks for it will say so.
+    Blocks only to end another one that nobody took. For this process: one of a parent is not its child's. If none can
+    be begun, who asks for it will say so.
     """
     give_up_ahead()
     if config.executor is not ExecutorKind.THREADS:
