@@ -146,7 +146,11 @@ def test_everything_is_measured_of_everybody(traits: dict[str, tuple[str, ...]])
         "cost_ms": 62.5,
         "better_peer_cost_ms": 125,
     }
-    assert found["ratios"]["decode_hits_p99_ms"] == {"to_plain_alone": 1, "to_better_peer": 1}
+    assert found["ratios"]["decode_hits_p99_ms"] == {
+        "to_plain_alone": 1,
+        "to_plain_local": 1,
+        "to_better_peer": 1,
+    }
     assert found["samples"]["offloading_256_hit_ms"] == [250, 250]
     assert set(kept) == {PLAIN, OURS, "offloading"}
     assert kept[OURS]["lengths"]["512"]["hit_ms"] == [187.5, 187.5]

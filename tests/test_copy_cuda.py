@@ -16,7 +16,7 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.events import Event, JobDone, Load, Save
 from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.layout.frame import frame_bytes
+from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import DType
@@ -25,6 +25,7 @@ from headwater.testing.pages import IDENTITY
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.copy_engine import CopyEngine
 from headwater.transfer.staging import TorchStaging
+from headwater.transfer.wire import Direction
 from headwater.transfer.worker import Worker
 from worker_kit import TENANT, key, keys
 
@@ -50,6 +51,39 @@ def test_blocks_of_one_run_need_no_memory_of_the_device() -> None:
     with CopyEngine(cache) as engine, create_host_cache(frame_bytes(cache.layout.plane_bytes), 8) as host:
         assert torch.cuda.memory_allocated() - before < 1 << 16  # tables of planes
         assert engine.gather(range(8), [host.page(i) for i in range(8)]).wait(WAIT_S)
+
+
+def test_who_was_interrupted_before_a_digest_makes_it_later() -> None:
+    """The place has the digests of another piece from before, which would have been right for the bytes before."""
+    cache = one_run(2)
+    with CopyEngine(cache) as engine, create_host_cache(frame_bytes(cache.layout.plane_bytes), 2) as host:
+        cache.rows[0].random_(0, 256)
+        gathered = engine.gather([0], [host.page(0)])
+        assert gathered.wait(WAIT_S)
+        wanted = gathered.digests
+        assert wanted is not None
+        wire = engine._lanes[Direction.IN].wire
+        for _ in range(wire.num_places):  # every place has seen the right bytes
+            loaded = engine.scatter([host.page(0)], [1], expected=wanted)
+            assert loaded.wait(WAIT_S)
+            assert loaded.num_good == 1
+        host.page(0)[header_bytes(len(cache.layout.planes))] ^= 1
+        run_kernel, calls = wire._run_kernel, 0  # type: ignore[attr-defined]
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise KeyboardInterrupt
+            run_kernel(*args, **kwargs)
+
+        wire._run_kernel = interrupted  # type: ignore[attr-defined]
+        damaged = engine.scatter([host.page(0)], [1], expected=wanted)
+        with pytest.raises(KeyboardInterrupt):
+            damaged.wait(WAIT_S)
+        assert damaged.wait(WAIT_S)
+        assert calls == 2
+        assert damaged.num_good == 0
 
 
 def one_run(num_blocks: int) -> RegisteredCache:
@@ -110,11 +144,12 @@ from pathlib import Path
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.events import JobDone, Load, Save
-from headwater.layout.frame import frame_bytes
+from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.staging import TorchStaging
+from headwater.transfer.wire import Direction
 from headwater.transfer.worker import Worker
 sys.path.insert(0, sys.argv[3])
 from worker_kit import TENANT, key, keys

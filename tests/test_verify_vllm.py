@@ -177,7 +177,7 @@ def test_a_model_that_vllm_cannot_open_is_one_problem() -> None:
 def test_another_device_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="cpu or cuda"):
         kinds_of("tpu")
-    with pytest.raises(InvalidConfig, match="no model moe on cuda; there are: gqa, gqa-bf16, mla"):
+    with pytest.raises(InvalidConfig, match="no model moe on cuda; there are: gqa, gqa-bf16, gqa-fp8, mla"):
         verify_vllm.run(python="nowhere", device="cuda", kinds=("moe",))
 
 

@@ -575,6 +575,20 @@ def test_decoded_blocks_are_saved_some_at_a_time_and_all_at_the_end(disk: Path) 
         assert again.num_loaded == 84
 
 
+def test_a_short_prompt_is_saved_when_it_is_computed(disk: Path) -> None:
+    """Who is preempted loads its prompt again, though it had not decoded enough to be saved with it."""
+    with engine_of(disk, num_blocks=128) as engine:
+        request = FakeRequest("a", list(range(1, 3 * SIZE + 2)), 40)
+        engine.add(request)
+        while request.num_computed_tokens < 3 * SIZE + 2:
+            engine.step()
+        assert engine.scheduler.cache.num_named("a#0") == 3
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        engine.step(preempt=request)
+        run(engine)
+        assert request.num_loaded == 3 * SIZE
+
+
 def test_tokens_of_steps_in_flight_are_not_named(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps overlap, vLLM counts tokens as computed that are not."""
     monkeypatch.setattr(scheduler_side, "_TOGETHER", 1)

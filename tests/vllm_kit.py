@@ -54,6 +54,10 @@ class FakeRequest:
         self.all_token_ids = list(self.prompt)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
 

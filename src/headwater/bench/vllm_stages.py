@@ -216,15 +216,16 @@ class Run:
         return said
 
     def decode(self, measured: Measured, keep: Callable[[], None]) -> None:
-        """Requests that run: alone, beside hits, beside prompts that are computed and saved."""
+        """Requests that run: beside prompts that vLLM has itself, alone, beside hits, beside prompts that are new.
+
+        What a hit costs those that run beyond the bytes is in the first: its last tokens are computed beside them.
+        """
         options = self._options
         known = [prompt_of(f"other {at}", options.others_tokens + _TAIL) for at in range(options.others)]
-        if measured.name != PLAIN:
-            for prompt in known:
-                self.need()
-                self.ask("generate", prompt=prompt, max_tokens=1)
-            self.empty()
-        beside: dict[str, list[list[int]]] = {"alone": [], "hits": known}
+        for prompt in known:
+            self.need()
+            self.ask("generate", prompt=prompt, max_tokens=1)
+        beside: dict[str, list[list[int]]] = {"local": known, "alone": [], "hits": known}
         if measured.name == PLAIN:
             del beside["hits"]
         beside["fresh"] = [prompt_of(f"new {at}", options.others_tokens + _TAIL) for at in range(options.others)]

@@ -28,7 +28,7 @@ def summary_of(found: Mapping[str, Any]) -> dict[str, Any]:
             figures[f"crowd_{num}_s"] = _figure(row["s"])
             figures[f"crowd_{num}_share"] = _figure(row["share"])
     for what, row in found.get("decode", {}).items():
-        for at in ("p50_ms", "p99_ms"):
+        for at in ("p50_ms", "p99_ms", "mean_ms"):
             if at in row:
                 figures[f"decode_{what}_{at}"] = _figure([row[at]])
         if what == "hits":
@@ -52,8 +52,11 @@ def ratios_of(summaries: Mapping[str, Summary], *, ours: str, plain: str) -> dic
         if name in _NO_RATIO or name.endswith("share"):
             continue
         row = {}
-        if name.startswith("decode_") and (alone := base.get(f"decode_alone_p{name.rpartition('_p')[2]}")):
-            row["to_plain_alone"] = _rounded(value / alone)  # nobody beside them
+        if name.startswith("decode_"):
+            at = "_".join(name.split("_")[2:])
+            for what in ("alone", "local"):  # nobody beside them; others beside them whose KV vLLM has itself
+                if base.get(f"decode_{what}_{at}"):
+                    row[f"to_plain_{what}"] = _rounded(value / base[f"decode_{what}_{at}"])
         if base.get(name):
             row["to_plain"] = _rounded(value / base[name])
         others = [peer[name] for peer in peers if peer.get(name)]

@@ -5,7 +5,8 @@ buffer, piece by piece behind each other; the other direction the same backwards
 
 `RunWire` is for blocks that are one run of bytes each, as their pages are: copy engines move them straight between
 block and frame, and a kernel digests the blocks, in front of nobody: beside the copies on their way out, behind them on
-their way in. No buffer, so a piece may be large, and the device's processors are needed once for each.
+their way in. No buffer, so a piece may be large, and the device's processors are needed once for each. A kernel that
+waits on the device for copies takes turns with an engine's kernels meanwhile, so it is launched when they have ended.
 """
 
 from abc import ABC, abstractmethod
@@ -246,6 +247,7 @@ class RunWire(CudaWire):
         if run is None:
             raise InvalidInput("a block of this cache is not one run of bytes, as its page is")
         self._blocks_at, self._block_stride = run
+        self._undigested: list[Piece | None] = [None] * num_places  # pieces on their way in
         most = max(place_bytes, *map(_aligned, layout.plane_bytes))
         super().__init__(
             cache, layout, direction, num_places=num_places, place_bytes=most, digests=digests, copies=False
@@ -253,6 +255,7 @@ class RunWire(CudaWire):
         torch.cuda.synchronize(cache.device)  # as above
 
     def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
+        self._undigested[place] = None
         frames = self._addresses(piece, start)
         blocks = (piece.slots * self._block_stride + (self._blocks_at + start)).tolist()
         calls, half = self._calls, self._half[place]
@@ -267,10 +270,20 @@ class RunWire(CudaWire):
             calls.follow(copies, half)
             return copies
         self._copy(frames, blocks, width, copies)
-        calls.record(half, copies)
-        calls.follow(self._kernels, half)
-        self._run_kernel(place, piece)
-        return self._kernels
+        self._undigested[place] = piece
+        return copies
+
+    def finish(self, place: int, *, hurry: bool = False) -> Digests | None:
+        """Wait for the copies; digest what arrived, if that is still to be done; wait for that, too."""
+        piece = self._undigested[place]
+        if piece is not None:
+            self._calls.wait(self._over[place][hurry])
+            with self._calls.on_device(self._device_number):
+                self._run_kernel(place, piece)
+                for event in self._over[place].values():
+                    self._calls.record(event, self._kernels)
+            self._undigested[place] = None  # last: who was interrupted finishes it once more, and digests then
+        return super().finish(place, hurry=hurry)
 
 
 def one_run(cache: DeviceCache, layout: KVLayout) -> tuple[int, int] | None:

@@ -75,6 +75,9 @@ _ON_GPU: Final[dict[str, object]] = {"gpu_memory_utilization": 0.1, "max_num_bat
 CUDA_KINDS: Final = {
     "gqa": Kind("gqa", "llama", 32, KINDS["gqa"].overrides, {**_ON_GPU, "attention_backend": "TRITON_ATTN"}),
     "gqa-bf16": Kind("gqa-bf16", "llama", 16, KINDS["gqa"].overrides, _ON_GPU, "bfloat16"),
+    "gqa-fp8": Kind(  # and the largest blocks
+        "gqa-fp8", "llama", 128, KINDS["gqa"].overrides, {**_ON_GPU, "kv_cache_dtype": "fp8"}, "bfloat16"
+    ),
     "mla": Kind(  # kernels for GPUs take these heads
         "mla",
         "deepseek_v2",

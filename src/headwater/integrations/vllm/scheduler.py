@@ -41,7 +41,7 @@ log: Final = logging.getLogger("headwater")
 
 _PATIENCE_S: Final = 0.25  # that an ended request is kept for its saves while another waits for blocks,
 _RUNNING_S: Final = 0.05  # or one that runs, and cannot go on
-_TOGETHER: Final = 4  # blocks of a request that runs are saved at once: each save costs a message
+_TOGETHER: Final = 4  # decoded blocks of a request that runs are saved at once: each save costs a message
 
 
 class BlockPins(Protocol):
@@ -272,11 +272,13 @@ class SchedulerSide:
         self._pinned = stuck
 
     def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]], least: int = 1) -> None:
-        """Name blocks whose steps have ended, and save them, if there are so many."""
+        """Name blocks whose steps have ended, and save them, if there are so many, or the prompt's last among them."""
         request, size = one.request, self._size
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids))
-        num_full = num_tokens // size
-        if not self._saves or num_full - max(one.num_local, one.num_named) < least:  # as in nearly every step
+        num_full, num_known = num_tokens // size, max(one.num_local, one.num_named)
+        if num_known < request.num_prompt_tokens // size <= num_full:
+            least = 1  # who is preempted, or asks the same, wants it before four are decoded
+        if not self._saves or num_full - num_known < least:  # as in nearly every step
             return
         progress = self.cache.poll(one.name)
         if progress.loading:
