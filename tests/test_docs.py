@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import headwater
 from headwater.cli import app
 from headwater.engine.request import Usage
 from headwater.serve.body import Fields
@@ -18,12 +19,37 @@ from headwater.serve.openai import Chat, Completions, usage_document
 from headwater.serve.phases import phases_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("one 0 ")
+    assert second.startswith("two 6 ")
+    assert "hit_tokens=(('host', 96),)" in second
+
+
+def test_the_names_that_stay_are_all_documented_and_there() -> None:
+    text = (ROOT / "docs" / "API.md").read_text()
+    for name in headwater.__all__:
+        assert getattr(headwater, name) is not None
+        assert name == "__version__" or f"`{name}" in text, name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        headwater.nonsense  # noqa: B018
+
+
+def test_to_import_the_package_is_to_load_nothing() -> None:
+    script = (
+        "import sys, headwater; headwater.HeadwaterError; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_example_of_the_formats_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "FORMATS.md").read_text(), re.DOTALL)
+    exec(compile(example, "FORMATS.md", "exec"), {})
     assert "STORED" in (printed := capsys.readouterr().out)
     assert "HIT" in printed
 

@@ -18,11 +18,12 @@ from typing import Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from headwater import __version__, config, draw
+from headwater import config, draw
 from headwater.build import open_local
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreBusy, StoreError
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
+from headwater.core.version import __version__
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, attach, audit
 

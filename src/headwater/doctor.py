@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from headwater import __version__
 from headwater.build import open_pool
 from headwater.config import pool_kind
 from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
+from headwater.core.version import __version__
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts

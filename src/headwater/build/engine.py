@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from headwater.transfer.arena import DeviceCache
 from headwater.build.cache import open_cache, open_publisher, open_recorder
 from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
+from headwater.build.tiered import open_staging
 
-_STAGING_PAGES: Final = 256  # at most, and
-_STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel, but at least
-_LEAST_STAGING: Final = 8
 _CPU_BYTES: Final = 1 << 30  # of KV on a CPU, where nobody said how many
 _GPU_SHARE: Final = 0.85  # of a GPU's free memory, the same
+_HANDOFF_BYTES: Final = 256 << 20  # of host memory through which blocks are handed over, at most
 _HANDOFF_LANES: Final = 4  # prompts that are handed over at once; others wait
 _LANE_PAGES: Final = 16  # at most, of host memory for each of them
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
@@ -89,7 +88,6 @@ def open_engine(
     from headwater.engine.loader import find_device, load_defaults, load_tokenizer, plan_model
     from headwater.engine.request import Defaults
     from headwater.transfer.arena import create_kv_cache
-    from headwater.transfer.staging import TorchStaging
 
     metrics = metrics if metrics is not None else Metrics()
     tokenizer = load_tokenizer(config.model)
@@ -110,20 +108,11 @@ def open_engine(
             message = f"{num_blocks} blocks of {layout.page_bytes} bytes cannot be allocated on {model.device}"
             raise InvalidConfig(f"{message}: take fewer (--num-blocks, --device-mib)") from error
         stores = open_tiers(config, stack, metrics=metrics, progress=progress, needs_pool=config.role is not Role.MIXED)
-        staging = None
-        if stores:
-            page = frame_bytes(layout.plane_bytes)
-            num_pages = max(_LEAST_STAGING, min(_STAGING_PAGES, _STAGING_BYTES // page))
-            pages = open_host_pages(page, num_pages, metrics=metrics)
-            if pages is None and config.role is not Role.MIXED:
-                raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory for its cache")
-            if pages is None:
-                stores = {}
-            else:
-                staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
-                for store in stores.values():
-                    if (registering := store.registering()) is not None:
-                        registering.register(pages.memory)
+        staging = open_staging(planes, stores, stack, metrics=metrics)
+        if staging is None:
+            if config.role is not Role.MIXED:
+                raise InvalidConfig(f"a {config.role} node needs host memory for the pages of its cache")
+            stores = {}
         cache_config = CacheConfig(
             num_slots=planes.num_blocks,
             block_tokens=layout.block_tokens,
@@ -172,11 +161,11 @@ def _open_handoffs(
 ) -> "tuple[Handoffs, PoolReceiver | None]":
     """What a prefill or a decode node hands KV over with: pages of its own, in lanes, between device and pool."""
     from headwater.engine.handoffs import Handoffs
-    from headwater.transfer.staging import TorchStaging
+    from headwater.transfer.staging import TorchStaging  # as above
 
     layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
     page = frame_bytes(layout.plane_bytes)
-    num_pages = _HANDOFF_LANES * max(1, min(_LANE_PAGES, _STAGING_BYTES // (_HANDOFF_LANES * page)))
+    num_pages = _HANDOFF_LANES * max(1, min(_LANE_PAGES, _HANDOFF_BYTES // (_HANDOFF_LANES * page)))
     pages = open_host_pages(page, num_pages, metrics=metrics)
     if pages is None:
         raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory to hand KV over")

@@ -23,11 +23,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from headwater import __version__
 from headwater.config import MIN_RECORD_BYTES, CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.version import __version__
 from headwater.metrics import Metrics
 
 log: Final = logging.getLogger("headwater")

@@ -3,6 +3,7 @@
     python -m headwater.testing.door_attack --json                 # a node: quiet, 5 minutes of attack, quiet
     python -m headwater.testing.door_attack --router --json        # a router with a prefill and a decode node
     python -m headwater.testing.door_attack --seconds 20 --quiet 10
+    python -m headwater.testing.door_attack --elsewhere --json     # a control: the attack is on another node beside it
 
 Real processes on loopback: the server, as `headwater serve` or `headwater pd` start it, with a tiny model; attackers
 (`door_attackers.py`) in another. Honest clients ask all the time, each one request after the other, by new connections
@@ -12,11 +13,15 @@ times, before and after the attack and in as many rounds as wanted, because mach
 It is well if no honest client ever saw an error, or an answer that is not whole; if their p99 under attack is within
 `MOST_TIMES` of the quiet one; if `/health` was true all the time; if every attacker was cut; and if the memory of the
 server's processes stays within `MOST_BYTES` of what it was.
+
+All of them share the machine's cores, so the report says who took how much of them; and `--elsewhere` says what honest
+clients wait for when their own server is left alone, while all else goes on beside it.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
@@ -24,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +72,7 @@ class Options:
     seconds: float = 300.0  # of attack, in all rounds together
     quiet: float = 60.0  # before and after
     rounds: int = 1
+    elsewhere: bool = False  # attack another node
     clients: int = 20
     plan: Mapping[str, int] = field(default_factory=lambda: dict(PLAN))
     seed: int = 0
@@ -80,6 +86,8 @@ class Seen:
     health_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     most_bytes: int = 0  # that the server's processes held
+    seconds: float = 0.0
+    core_s: dict[str, float] = field(default_factory=dict)  # of processors, by who took it
 
     def add(self, other: "Seen") -> None:
         """Take in what was seen at another time."""
@@ -87,6 +95,9 @@ class Seen:
         self.health_s += other.health_s
         self.errors += other.errors
         self.most_bytes = max(self.most_bytes, other.most_bytes)
+        self.seconds += other.seconds
+        for who, spent_s in other.core_s.items():
+            self.core_s[who] = self.core_s.get(who, 0.0) + spent_s
 
     def document(self) -> dict[str, Any]:
         """For people."""
@@ -98,6 +109,7 @@ class Seen:
             "health_p99_s": percentile(self.health_s, 99),
             "errors": len(self.errors),
             "examples": self.errors[:5],
+            "cores": {who: round(spent_s / max(self.seconds, 1e-9), 3) for who, spent_s in self.core_s.items()},
         }
 
 
@@ -119,16 +131,27 @@ class Target:
 
     def memory_bytes(self) -> int:
         """What its processes, and those they started, hold."""
-        found, waiting = 0, list(self.pids)
-        while waiting:
-            pid = waiting.pop()
-            try:
-                status = Path(f"/proc/{pid}/status").read_text()
-                waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            except OSError:
-                continue
-            found += sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
-        return found
+        lines = "".join(_of_processes(self.pids, "status")).splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+
+
+def _of_processes(pids: Sequence[int], what: str) -> Iterator[str]:
+    """A file that the kernel has of each of these processes, and of those they started."""
+    waiting = list(pids)
+    while waiting:
+        pid = waiting.pop()
+        try:
+            found = Path(f"/proc/{pid}/{what}").read_text()
+            waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        except OSError:
+            continue
+        yield found
+
+
+def core_seconds(pids: Sequence[int]) -> float:
+    """Time of processors that these processes, and those they started, have taken."""
+    ticks = sum(sum(map(int, stat.rpartition(")")[2].split()[11:13])) for stat in _of_processes(pids, "stat"))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 # --- honest clients ---------------------------------------------------------------------------------------------------
@@ -258,8 +281,8 @@ def _model(place: Path) -> Path:
 
 
 @contextmanager
-def attackers(url: str, plan: Mapping[str, int]) -> Iterator[Callable[[], dict[str, dict[str, int]]]]:
-    """Attack in the block; what is yielded ends it, and says what they heard."""
+def attackers(url: str, plan: Mapping[str, int]) -> Iterator[tuple[int, Callable[[], dict[str, dict[str, int]]]]]:
+    """Attack in the block. Yields who does it, and what ends it and says what they heard."""
     command = [sys.executable, "-m", "headwater.testing.door_attackers", url, json.dumps(dict(plan))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
@@ -268,17 +291,30 @@ def attackers(url: str, plan: Mapping[str, int]) -> Iterator[Callable[[], dict[s
             return heard
 
         try:
-            yield end
+            yield process.pid, end
         finally:
             process.kill()
 
 
-def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Quiet, attack, quiet, in rounds. Blocks. `ok` is the verdict."""
+def campaign(
+    target: Target,
+    options: Options,
+    *,
+    attacked_url: str = "",
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Quiet, attack, quiet, in rounds. Blocks. `ok` is the verdict. `attacked_url`: another server's, for a control."""
     quiet, attacked, heard = Seen(), Seen(), {kind: dict[str, int]() for kind in options.plan}
 
-    def time_of(name: str, seconds: float, seen: Seen, number: int) -> None:
+    def time_of(name: str, seconds: float, seen: Seen, number: int, attacker: int | None = None) -> None:
+        def taken() -> dict[str, float]:
+            attack = {"attackers": core_seconds([attacker])} if attacker is not None else {}
+            return {"server": core_seconds(target.pids), "clients": time.process_time(), **attack}
+
+        begin_s, before = time.monotonic(), taken()
         found = asyncio.run(ask(target, seconds, clients=options.clients, seed=options.seed + number))
+        found.seconds = time.monotonic() - begin_s
+        found.core_s = {who: now_s - before[who] for who, now_s in taken().items()}
         seen.add(found)
         tell(f"{name}: {json.dumps(found.document())}")
 
@@ -286,8 +322,8 @@ def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = 
     before_bytes = target.memory_bytes()
     for number in range(options.rounds):
         time_of("quiet", options.quiet / (options.rounds + 1), quiet, 2 * number)
-        with attackers(target.url, options.plan) as end:
-            time_of("attack", options.seconds / options.rounds, attacked, 2 * number + 1)
+        with attackers(attacked_url or target.url, options.plan) as (pid, end):
+            time_of("attack", options.seconds / options.rounds, attacked, 2 * number + 1, pid)
             for kind, counted in end().items():
                 for what, number_heard in counted.items():
                     heard[kind][what] = heard[kind].get(what, 0) + number_heard
@@ -318,12 +354,17 @@ def campaign(target: Target, options: Options, *, tell: Callable[[str], None] = 
     }
 
 
+def _place() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="headwater-door-")
+
+
 def main() -> int:
     """The command line. Exit code 1 if it is not well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--router", action="store_true", help="a router with two nodes, instead of a node")
     parser.add_argument("--seconds", type=float, default=300.0, help="of attack")
     parser.add_argument("--quiet", type=float, default=60.0, help="seconds without")
+    parser.add_argument("--elsewhere", action="store_true", help="attack another node, as a control")
     parser.add_argument("--rounds", type=int, default=1, help="in so many parts")
     parser.add_argument("--clients", type=int, default=20, help="honest ones")
     parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="only these attackers")
@@ -335,6 +376,7 @@ def main() -> int:
         seconds=given.seconds,
         quiet=given.quiet,
         rounds=given.rounds,
+        elsewhere=given.elsewhere,
         clients=given.clients,
         plan={kind: number for kind, number in PLAN.items() if not given.kind or kind in given.kind},
         seed=given.seed,
@@ -344,8 +386,11 @@ def main() -> int:
         sys.stderr.write(text + "\n")
 
     start = router if options.router else node
-    with tempfile.TemporaryDirectory(prefix="headwater-door-") as place, start(Path(place)) as target:
-        report = campaign(target, options, tell=tell)
+    with ExitStack() as stack:
+        place, another = (Path(stack.enter_context(_place())) for _ in range(2))
+        target = stack.enter_context(start(place))
+        attacked_url = stack.enter_context(node(another)).url if options.elsewhere else ""
+        report = campaign(target, options, attacked_url=attacked_url, tell=tell)
     sys.stdout.write(json.dumps(report, indent=None if given.json else 2) + "\n")
     return 0 if report["ok"] else 1
 
