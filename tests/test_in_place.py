@@ -485,6 +485,15 @@ def test_populated_memory_is_there_and_holds_what_it_held(shm: Path, monkeypatch
             assert os.stat(path).st_blocks * 512 >= size > before * 512
 
 
+def test_memory_is_provided_in_time_or_later(shm: Path) -> None:
+    path = shm / "memory"
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 20)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 1 << 20) as mapping, memoryview(mapping) as memory:
+        assert not populate.populate(memory, timeout_s=0.0)
+        assert os.stat(path).st_blocks == 0
+
+
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 

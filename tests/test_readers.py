@@ -289,6 +289,7 @@ def test_spare_readers_are_taken_and_others_end(dead: bool) -> None:
 
     async def run() -> None:
         with spare_readers() as spares:
+            assert all(os.getpgid(one._process.pid) != os.getpgid(0) for one in spares), "Ctrl-C is not for them"
             before = list(spares)
             assert len(before) == 2
             for spare in before if dead else []:

@@ -291,7 +291,11 @@ class _Process:
             command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())]
             try:
                 self._process = subprocess.Popen(  # noqa: S603  this program, with what it was started with
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is the server's: it ends us
                 )
             except OSError:
                 self._ours.close()

@@ -143,9 +143,7 @@ class CudaWire(ABC):
     def _copy(self, hosts: list[int], devices: list[int], width: int, stream: int) -> None:
         """Copies between frames and rows on the device, anywhere; neighbours at one distance in one go."""
         kind = TO_HOST if self._out else TO_DEVICE
-        at = 0
-        while at < len(hosts):
-            end = min(_even_run(hosts, at), _even_run(devices, at))
+        for at, end in _even_runs(hosts, devices):
             host, device = hosts[at], devices[at]
             if end - at == 1:
                 target, source = (host, device) if self._out else (device, host)
@@ -156,7 +154,6 @@ class CudaWire(ABC):
                 self._calls.copy_rows(
                     target_rows, source_rows, row_bytes=width, num_rows=end - at, kind=kind, stream=stream
                 )
-            at = end
 
 
 class StagedWire(CudaWire):
@@ -254,8 +251,17 @@ class RunWire(CudaWire):
         )
         torch.cuda.synchronize(cache.device)  # as above
 
-    def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
+    def launch(self, place: int, piece: Piece) -> None:
+        """Queue copies, and on their way out the kernel."""
         self._undigested[place] = None
+        super().launch(place, piece)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._undigested = [None] * self.num_places
+        super().close()
+
+    def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
         frames = self._addresses(piece, start)
         blocks = (piece.slots * self._block_stride + (self._blocks_at + start)).tolist()
         calls, half = self._calls, self._half[place]
@@ -314,6 +320,21 @@ class _Words:
         """Free it."""
         self._tensor = torch.empty(0, 0, dtype=torch.int64)
         self.words = np.empty((0, 0), np.int64)
+
+
+def _even_runs(hosts: list[int], devices: list[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours, from one index to before another, that lie evenly spaced on both sides. Linear in their number."""
+    at = host_end = device_end = 0
+    while at < len(hosts):
+        # The last of a run may begin another one. What lies farther ahead is looked at once: blocks that an engine took
+        # in descending order, beside frames in a row, would have all of them looked at for each.
+        if host_end <= at + 1:
+            host_end = _even_run(hosts, at)
+        if device_end <= at + 1:
+            device_end = _even_run(devices, at)
+        end = min(host_end, device_end)
+        yield at, end
+        at = end
 
 
 def _even_run(addresses: list[int], at: int) -> int:

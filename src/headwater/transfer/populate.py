@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -18,17 +19,20 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-def populate(memory: memoryview) -> bool:
+def populate(memory: memoryview, *, timeout_s: float | None = None) -> bool:
     """Have the kernel provide all pages of a mapping now, by several threads; nothing in it changes. Blocks.
 
-    To register memory provides them too, but with one thread. False: the kernel cannot (before Linux 5.14), or has not
-    so much memory; to register will show it.
+    To register memory provides them too, but with one thread. False: there was no time for all of them, the kernel
+    cannot (before Linux 5.14), or has not so much memory; to register will show it.
     """
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
     address = address_of(memory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def one(at: int) -> bool:
+        if until_s is not None and time.monotonic() > until_s:
+            return False
         size = min(_POPULATED_BYTES, memory.nbytes - at)
         return int(libc.madvise(address + at, size, _POPULATE_WRITE)) == 0
 

@@ -168,12 +168,16 @@ class OpenWorker:
         self.stack.close()
 
 
-def provide_memory(stores: Mapping[str, Store]) -> None:
-    """Have the kernel provide what `get_ready` will register with a GPU, which is not touched. Blocks, seconds."""
+def provide_memory(stores: Mapping[str, Store], *, timeout_s: float) -> None:
+    """Have the kernel provide what `get_ready` will register with a GPU, which is not touched. Blocks, not for longer.
+
+    What is left then is provided when it is registered, which goes on beside requests.
+    """
+    until = Deadline.after(timeout_s)
     for store in stores.values():
         memory = _memory_of(store)
         if memory is not None:
-            populate(memory)
+            populate(memory, timeout_s=until.remaining_s)
 
 
 def _memory_of(store: Store) -> memoryview | None:

@@ -110,10 +110,14 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = read_config(transfer.kv_connector_extra_config)
-        require_cacheable(vllm_config, kv_cache_config)
-        require_orderly(vllm_config, sync=self._config.load is LoadMode.SYNC)
-        if self._config.executor is ExecutorKind.PROCESS and vllm_config.device_config.device_type != "cuda":
-            raise InvalidConfig("executor=process: another process can map a GPU's memory only; leave it out")
+        try:
+            require_cacheable(vllm_config, kv_cache_config)
+            require_orderly(vllm_config, sync=self._config.load is LoadMode.SYNC)
+            if self._config.executor is ExecutorKind.PROCESS and vllm_config.device_config.device_type != "cuda":
+                raise InvalidConfig("executor=process: another process can map a GPU's memory only; leave it out")
+        except BaseException:
+            give_up_ahead()  # vLLM asked for a layout before
+            raise
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens = int(spec.block_size)
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
@@ -148,6 +152,13 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Look at the KV tensors, open the stores. Blocks, while a new checkpoint is digested. Raises InvalidConfig."""
+        try:
+            self._register(kv_caches)
+        except BaseException:
+            self._give_up_executor()
+            raise
+
+    def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         rank = parallel.rank % world
@@ -177,6 +188,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
                 self._give_up_executor()
                 self._without_executor(error)
         if self._starting is None:
+            give_up_ahead()
             self._open_here()
         self._facts = RankFacts(
             rank=rank,

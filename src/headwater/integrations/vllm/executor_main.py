@@ -30,6 +30,7 @@ from headwater.transfer.rank_server import serve_rank
 from headwater.transfer.seats import Seat
 
 _KV_S: Final = 1800.0  # for vLLM to have its KV: it compiles meanwhile. Then this one ends, and another can be begun
+_PROVIDED_S: Final = 30.0  # for memory to be provided ahead of that; the rest comes with it
 _READY_S: Final = 60.0  # for memory to be registered: vLLM warms up meanwhile
 _LAST_S: Final = 30.0  # for what was begun, after vLLM's worker is gone
 log: Final = logging.getLogger("headwater")
@@ -88,7 +89,7 @@ def _open(order: dict[str, Any], sock: socket.socket, say: Callable[[str], None]
         def open_stores() -> None:
             stores = stack.enter_context(shared_tiers(config, metrics))
             if order["on_gpu"]:
-                provide_memory(stores)
+                provide_memory(stores, timeout_s=_PROVIDED_S)
 
         opening = beside.submit(open_stores)  # a large slab takes seconds
         from headwater.integrations.vllm.registered import MappedCache  # and so does torch
