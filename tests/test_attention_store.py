@@ -22,6 +22,7 @@ from headwater.core.events import Came, Went
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import Extra, block_keys
 from headwater.core.page import page_name
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
 from headwater.layout.samples import sample_layouts
@@ -38,7 +39,6 @@ from headwater.storage.redis import RedisStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.hanging import HangingStore
 from headwater.testing.layouts import randomise
 from headwater.transfer.arena import create_host_cache, create_kv_cache
 from headwater.transfer.row import Reached, Why

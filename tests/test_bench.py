@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from headwater.bench import index, store
-from headwater.bench.contenders import Contender, FilePerBlock, Ours, PlainFile, SealThenPut, evict, sync
-from headwater.bench.pools import Page, Pool
-from headwater.bench.report import Report
-from headwater.bench.store import BATCH_PAGES, Churn
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.keys import block_keys
 from headwater.core.page import PageName
+from headwater.lab.bench import index, store
+from headwater.lab.bench.contenders import Contender, FilePerBlock, Ours, PlainFile, SealThenPut, evict, sync
+from headwater.lab.bench.pools import Page, Pool
+from headwater.lab.bench.report import Report
+from headwater.lab.bench.store import BATCH_PAGES, Churn
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
 from headwater.storage.local import directory

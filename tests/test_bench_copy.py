@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import copy, copy_course, copy_gemm
-from headwater.bench.copy_course import Course, Rows, cut_frames, finish, frame_stride
-from headwater.bench.copy_gemm import Gemm
-from headwater.bench.copy_paths import Limit
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig
+from headwater.lab.bench import copy, copy_course, copy_gemm
+from headwater.lab.bench.copy_course import Course, Rows, cut_frames, finish, frame_stride
+from headwater.lab.bench.copy_gemm import Gemm
+from headwater.lab.bench.copy_paths import Limit
 from headwater.layout.frame import frame_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.testing.layouts import randomise
@@ -82,9 +82,9 @@ def test_nothing_fits() -> None:
 @pytest.mark.parametrize("place", ["is full", "is a disk"])
 def test_a_store_without_room_in_memory_is_skipped(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "is full":
-        monkeypatch.setattr("headwater.bench.copy_whole.directory.free_bytes", lambda path: 0)
+        monkeypatch.setattr("headwater.lab.bench.copy_whole.directory.free_bytes", lambda path: 0)
     else:
-        monkeypatch.setattr("headwater.bench.copy_whole.directory.is_memory", lambda path: False)
+        monkeypatch.setattr("headwater.lab.bench.copy_whole.directory.is_memory", lambda path: False)
     report = copy.run(copy.Options(device="cpu", layouts=("gqa-16",), blocks=(1,), rounds=1))
     assert "are not free in memory" in report.results["whole_skipped"]
     assert report.results["correct"] is True
@@ -107,7 +107,7 @@ def test_a_wrong_byte_is_seen(direction: Direction, monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(TorchWire, "finish", spoil)
-    monkeypatch.setattr("headwater.bench.copy_whole.run", lambda *args, **options: {})
+    monkeypatch.setattr("headwater.lab.bench.copy_whole.run", lambda *args, **options: {})
     found = CliRunner().invoke(app, ["bench", "copy", *TINY, "2", "--json"])
     assert found.exit_code == 1
     document = json.loads(found.stdout)

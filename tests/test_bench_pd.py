@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import pd
-from headwater.bench.client import Client
-from headwater.bench.pd import Asked, Options
-from headwater.bench.pd_load import Answer, Replayed, ask, body_of, percentile, plan, prompt_of, replay
-from headwater.bench.pd_steady import figures, median_of, note, time_per_token
-from headwater.bench.report import Report, Samples
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig, InvalidInput
-from headwater.replay.synthetic import Synthetic
-from headwater.replay.trace import Record, Trace
+from headwater.lab.bench import pd
+from headwater.lab.bench.client import Client
+from headwater.lab.bench.pd import Asked, Options
+from headwater.lab.bench.pd_load import Answer, Replayed, ask, body_of, percentile, plan, prompt_of, replay
+from headwater.lab.bench.pd_steady import figures, median_of, note, time_per_token
+from headwater.lab.bench.report import Report, Samples
+from headwater.lab.replay.synthetic import Synthetic
+from headwater.lab.replay.trace import Record, Trace
 
 ANSWER = Answer(
     text="yes",

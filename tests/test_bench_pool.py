@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import pool
-from headwater.bench.pool_ways import NAMES
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.lab.bench import pool
+from headwater.lab.bench.pool_ways import NAMES
 from headwater.storage.base import Deadline, GetStatus
 from headwater.storage.memory import MemoryStore
 from headwater.storage.verified import VerifiedStore

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import serve
-from headwater.bench.report import Report
-from headwater.bench.serve import Load, Options, Turn
 from headwater.cli import app
 from headwater.config import ServeConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.models.base import Model
+from headwater.lab.bench import serve
+from headwater.lab.bench.report import Report
+from headwater.lab.bench.serve import Load, Options, Turn
 from serve_kit import directory, model, serving
 
 __all__ = ["directory", "model"]  # fixtures

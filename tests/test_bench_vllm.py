@@ -19,19 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from headwater.bench import vllm, vllm_client, vllm_contenders
-from headwater.bench.pool_ways import NotHere
-from headwater.bench.vllm_client import Worker, WorkerFailed
-from headwater.bench.vllm_contenders import OURS, PLAIN, Contender
-from headwater.bench.vllm_figures import Course, differences, length_figures, median_interval, middle_half
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.lab.bench import vllm, vllm_client, vllm_contenders
+from headwater.lab.bench.pool_ways import NotHere
+from headwater.lab.bench.vllm_client import Worker, WorkerFailed
+from headwater.lab.bench.vllm_contenders import OURS, PLAIN, Contender
+from headwater.lab.bench.vllm_figures import Course, differences, length_figures, median_interval, middle_half
 
 # What a made-up engine takes: `ttft_s` from its own cache, the connector, and computed; and what is wrong with it.
 FAKE = """
 import sys; sys.path.insert(0, {sources!r})
 import hashlib, os, time
-import headwater.bench.vllm_worker as worker
+import headwater.lab.bench.vllm_worker as worker
 
 class Engine:
     def __init__(self, setup):

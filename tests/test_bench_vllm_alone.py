@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench import vllm_alone, vllm_models, vllm_stages
-from headwater.bench.vllm_client import Worker, WorkerFailed, engine_settings
-from headwater.bench.vllm_contenders import OURS, PLAIN, Contender, open_contender
-from headwater.bench.vllm_table import ratios_of, summary_of, table_of
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.lab.bench import vllm_alone, vllm_models, vllm_stages
+from headwater.lab.bench.vllm_client import Worker, WorkerFailed, engine_settings
+from headwater.lab.bench.vllm_contenders import OURS, PLAIN, Contender, open_contender
+from headwater.lab.bench.vllm_table import ratios_of, summary_of, table_of
 
 FAKE = """
 import sys; sys.path.insert(0, {sources!r})
 import os, time
-import headwater.bench.vllm_worker as worker
+import headwater.lab.bench.vllm_worker as worker
 
 SIZE = 256
 

@@ -28,11 +28,11 @@ from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
+from headwater.lab.campaigns.simulation import Simulation
 from headwater.metrics import Metrics
 from headwater.policy import policy_by_name
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
-from headwater.testing.simulation import Simulation
 from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualHands, path_keys
 from headwater.transfer.arena import DeviceCache
 from test_connector import WAIT_S, WISHES, Client, Rig, Tape, Wish, rig

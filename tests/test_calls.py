@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.metrics import Metrics
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.bounded import BoundedStore
@@ -18,7 +19,6 @@ from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.pending import CallEnd, Pending
 from headwater.testing.clock import FakeClock
-from headwater.testing.hanging import HangingStore
 from headwater.testing.pages import items, sample_chain, sample_page
 from headwater.testing.stores import StoreTests, past, soon
 from worker_kit import OddStore, wait_until

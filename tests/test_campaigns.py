@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from headwater.lab.campaigns import cleaner, crash, damage, stopped, two_caches
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.local import LocalStore
-from headwater.testing import cleaner, crash, damage, stopped, two_caches
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 FACTOR = 10 if NIGHTLY else 1

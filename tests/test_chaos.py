@@ -21,10 +21,10 @@ import router_kit
 from fleet_kit import signature
 from headwater.cli import app
 from headwater.fleet import COMMAND
-from headwater.testing import chaos, chaos_load
-from headwater.testing.chaos import Ground, Options
-from headwater.testing.chaos_faults import FAULTS, ON_MOONCAKE
-from headwater.testing.chaos_report import (
+from headwater.lab.chaos import chaos, chaos_load
+from headwater.lab.chaos.chaos import Ground, Options
+from headwater.lab.chaos.chaos_faults import FAULTS, ON_MOONCAKE
+from headwater.lab.chaos.chaos_report import (
     SLACK_S,
     Answer,
     Scene,
@@ -35,7 +35,7 @@ from headwater.testing.chaos_report import (
     late_s,
     verdict,
 )
-from headwater.testing.chaos_store import HARMS
+from headwater.lab.chaos.chaos_store import HARMS
 
 OPTIONS = Options(times=1, clients=4, questions=26)
 NOTHING = ("wrong", "dishonest", "late", "tokens_before_502", "slots_left", "tracebacks")

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from headwater import __version__, demo
+from headwater import __version__
 from headwater.build import open_local
 from headwater.cli import app
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidInput, StoreDamaged
 from headwater.core.page import PageName
+from headwater.lab import demo
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Deadline, PutStatus

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headwater import doctor
 from headwater.cli import app
 from headwater.core.errors import HostTierUnavailable, NotInstalled
-from headwater.doctor import FAIL, OK, WARN, Check, Copied, Findings
+from headwater.lab import doctor
+from headwater.lab.doctor import FAIL, OK, WARN, Check, Copied, Findings
 from headwater.transfer import arena, cuda
 from headwater.transfer.torch_wire import TorchWire
 from headwater.transfer.wire import Digests
@@ -102,7 +102,7 @@ def test_a_copy_that_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_torch_stores_still_work() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from headwater import doctor; doctor._version = {}.get\n"
+        "from headwater.lab import doctor; doctor._version = {}.get\n"
         "found = doctor.examine(); assert found.ok, found\n"
         "print({check.name: check.state for check in found.checks})"
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headwater.testing import door_attack
-from headwater.testing.door_attack import PLAN, Options, Target, campaign, percentile
-from headwater.testing.door_attackers import KINDS
+from headwater.lab.campaigns import door_attack
+from headwater.lab.campaigns.door_attack import PLAN, Options, Target, campaign, percentile
+from headwater.lab.campaigns.door_attackers import KINDS
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 

@@ -23,10 +23,10 @@ from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Phase, Sending
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.wrappers import DelayStore
-from headwater.testing.hanging import HangingStore
 from headwater.transfer.arena import DeviceCache
 from headwater.transfer.tier import Naming
 from pd_kit import WAIT_S, Heard, Node, new_pool, open_node, open_pair

@@ -25,6 +25,7 @@ from headwater.disagg.handoff import TAIL_GRACE_S, PoolReceiver, PoolSender
 from headwater.disagg.mover import Mover
 from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
 from headwater.disagg.protocol import Finish, FirstToken, SamplerState, Tail, Ticket, decode
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import Header, frame_bytes, parse, seal, write_header
 from headwater.layout.reshard import part_number
 from headwater.layout.samples import sample_layouts
@@ -39,7 +40,6 @@ from headwater.storage.resharded import ReshardedStore
 from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.hanging import HangingStore
 from headwater.testing.layouts import randomise
 from headwater.testing.ranks import cut, small_layouts
 from headwater.transfer.arena import create_host_cache, create_kv_cache

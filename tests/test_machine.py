@@ -8,8 +8,10 @@ from headwater.testing.machine import LocalStoreMachine, TightStoreMachine
 
 
 @pytest.mark.parametrize("machine", [LocalStoreMachine, TightStoreMachine])
-def test_several_processes_against_a_model(machine: type[LocalStoreMachine]) -> None:
+def test_several_processes_against_a_model(machine: type[LocalStoreMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     nightly = settings().max_examples > 100
+    if nightly:
+        monkeypatch.setattr(machine, "most_kills", 100)
     fewer = settings(max_examples=settings().max_examples // 2, stateful_step_count=100 if nightly else 25)
     try:
         run_state_machine_as_test(machine, settings=fewer)

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.testing import pool_faults
-from headwater.testing.pool_fault_report import (
+from headwater.lab.campaigns import pool_faults
+from headwater.lab.campaigns.pool_fault_report import (
     BASE_S,
     RECOVERY_S,
     SLACK_S,
@@ -43,7 +43,16 @@ def test_what_must_be_found_is_found() -> None:
 
     And nothing else is wrong or late, with all the damage that is done to the pool meanwhile.
     """
-    command = [sys.executable, "-m", "headwater.testing.pool_faults", "--fault", "damaged", "--seconds", "3", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "headwater.lab.campaigns.pool_faults",
+        "--fault",
+        "damaged",
+        "--seconds",
+        "3",
+        "--json",
+    ]
     ended = subprocess.run([*command, "--inject", "wrong", "late", "held"], capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stderr
     result = json.loads(ended.stdout)["faults"]["damaged"]

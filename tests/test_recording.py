@@ -29,8 +29,8 @@ from headwater.core.keys import BlockKey
 from headwater.engine.make_model import make_model
 from headwater.engine.request import Output, Request, Sampling
 from headwater.integrations.vllm.settings import read_config
+from headwater.lab.replay.events import replay_events
 from headwater.metrics import Metrics
-from headwater.replay.events import replay_events
 from headwater.storage import recording
 from headwater.storage.recording import Began, Ended, FileRecorder, Heard, read
 from headwater.testing.clock import FakeClock

@@ -17,14 +17,14 @@ from typer.testing import CliRunner, Result
 
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.replay import plot, synthetic
-from headwater.replay.belady import Future
-from headwater.replay.bill import Outcome, Setup, default_block_bytes
-from headwater.replay.run import Replay, replay
-from headwater.replay.sweep import capacities, policies, sweep
-from headwater.replay.synthetic import Synthetic
-from headwater.replay.trace import ROOT, Record, Request, Trace, TraceFile, keys_of, survey
-from headwater.replay.virtual import CountingStore
+from headwater.lab.replay import plot, synthetic
+from headwater.lab.replay.belady import Future
+from headwater.lab.replay.bill import Outcome, Setup, default_block_bytes
+from headwater.lab.replay.run import Replay, replay
+from headwater.lab.replay.sweep import capacities, policies, sweep
+from headwater.lab.replay.synthetic import Synthetic
+from headwater.lab.replay.trace import ROOT, Record, Request, Trace, TraceFile, keys_of, survey
+from headwater.lab.replay.virtual import CountingStore
 
 GB = 10**9
 EVERY_POLICY = policies("all")

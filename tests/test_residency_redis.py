@@ -11,10 +11,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from headwater.bench.residency import bench_lookups
 from headwater.config import ResidencyConfig
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.events import Came, Went
+from headwater.lab.bench.residency import bench_lookups
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder, Residency
 from headwater.residency.events import Applied, Kind, State

@@ -10,14 +10,14 @@ from typing import Any
 import httpx2
 import pytest
 
-from headwater import doctor
-from headwater.bench.serve import _COMMAND, _address
 from headwater.build import open_residency
 from headwater.cache.cache import TieredCache
 from headwater.config import ResidencyConfig, ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.engine.models.base import Model
+from headwater.lab import doctor
+from headwater.lab.bench.serve import _COMMAND, _address
 from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
 from serve_kit import WAIT_S, directory, model, serving

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import header_bytes
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
@@ -20,7 +21,6 @@ from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.hanging import HangingStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.pages import PagePool
 from headwater.transfer.row import Reached, Why

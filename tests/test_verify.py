@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from headwater.cli import app
-from headwater.verify import cases as proof
+from headwater.lab.verify import cases as proof
 
 
 @pytest.mark.timeout(600)

@@ -18,9 +18,9 @@ from headwater.disagg.outcome import Moved
 from headwater.engine.connector import Connector
 from headwater.engine.handover import Handover
 from headwater.engine.request import Request, Taking
+from headwater.lab.verify import FAMILIES, pd, pd_cases, pd_ranks
 from headwater.layout.shard import Shard, byte_ranges
 from headwater.layout.spec import Plane
-from headwater.verify import FAMILIES, pd, pd_cases, pd_ranks
 
 NUM_CASES = 16
 ONE = {"gqa": FAMILIES["gqa"]}
@@ -64,7 +64,7 @@ def test_on_a_redis_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_mooncake_pool() -> None:
     """In a process of its own: the Mooncake engine keeps files open as long as its process lives."""
-    code = f"from headwater.cli import app; from headwater.verify import pd; pd.FAMILIES = {ONE}; app()"
+    code = f"from headwater.cli import app; from headwater.lab.verify import pd; pd.FAMILIES = {ONE}; app()"
     command = [sys.executable, "-c", code, "verify", "--pd", "--pool", "mooncake", "--json"]
     done = subprocess.run(command, capture_output=True, check=False, timeout=240)
     document = json.loads(done.stdout)

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater.bench.vllm_client import WorkerFailed
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig
 from headwater.core.events import Event, Instruction, JobDone, Save
 from headwater.core.keys import BlockKey
+from headwater.lab.bench.vllm_client import WorkerFailed
+from headwater.lab.campaigns.vllm_kills import Report, Tally
+from headwater.lab.verify import vllm as verify_vllm
+from headwater.lab.verify.vllm_cases import BOTH, FIRST, KILLED, LATER
+from headwater.lab.verify.vllm_faults import Fault, FaultyStore
+from headwater.lab.verify.vllm_scene import KINDS, Case, Kind, Places, Scene, kinds_of
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import items, sample_chain
-from headwater.testing.vllm_kills import Report, Tally
-from headwater.verify import vllm as verify_vllm
-from headwater.verify.vllm_cases import BOTH, FIRST, KILLED, LATER
-from headwater.verify.vllm_faults import Fault, FaultyStore
-from headwater.verify.vllm_scene import KINDS, Case, Kind, Places, Scene, kinds_of
 
 RIGHT = list(range(100, 124))
 ROOT = BlockKey(bytes(32))

@@ -11,6 +11,7 @@ import headwater
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.page import PageName
+from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Store
 from headwater.storage.bounded import BoundedStore
@@ -19,7 +20,6 @@ from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
-from headwater.testing.hanging import HangingStore
 from headwater.testing.pages import PLANE_BYTES, SEALED_AT_MS, sample_chain
 from headwater.testing.stores import StoreTests, past, put, read, soon
 

@@ -1,6 +1,6 @@
 """Prefill and decode as two real `vllm serve` processes with our router in front."""
 
-from headwater.testing import vllm_pd
+from headwater.lab.campaigns import vllm_pd
 
 
 def test_two_vllm_servers_answer_as_one() -> None:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from headwater.verify import vllm as verify_vllm
+from headwater.lab.verify import vllm as verify_vllm
 
 CASES = ("cold", "host", "load hangs half-way, async", "flipped bits in the slab", "control")
 TOGETHER = ("cold", "crowd", "host full, disk behind it", "two engines, one slab", "killed while it saves")
@@ -23,7 +23,7 @@ def test_crowds_and_neighbours_equal_what_is_computed_and_so_does_what_a_kill_le
 
 
 def test_what_was_stored_when_the_process_was_killed_is_right() -> None:
-    command = [sys.executable, "-m", "headwater.testing.vllm_kills", "--times", "1", "--json"]
+    command = [sys.executable, "-m", "headwater.lab.campaigns.vllm_kills", "--times", "1", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=230)
     found = json.loads(done.stdout)
     assert done.returncode == 0, found
@@ -32,7 +32,7 @@ def test_what_was_stored_when_the_process_was_killed_is_right() -> None:
 
 
 def test_mixed_requests_are_answered_as_without_us_and_nothing_is_kept() -> None:
-    command = [sys.executable, "-m", "headwater.testing.vllm_mixed", "--requests", "200", "--json"]
+    command = [sys.executable, "-m", "headwater.lab.campaigns.vllm_mixed", "--requests", "200", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     found = json.loads(done.stdout)
     assert done.returncode == 0, found

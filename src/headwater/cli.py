@@ -18,12 +18,13 @@ from typing import Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from headwater import config, draw
+from headwater import config
 from headwater.build import open_local
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreBusy, StoreError
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.core.version import __version__
+from headwater.lab import draw
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, attach, audit
 
@@ -133,7 +134,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Take every layout from the device to host and disk, through a restart, and back; compare every byte."""
-    from headwater import demo as journey  # torch takes a second to load, and only this command wants it
+    from headwater.lab import demo as journey  # torch takes a second to load, and only this command wants it
 
     with draw.progress() as tell:
         results = journey.run(device=device, tell=tell)
@@ -185,7 +186,7 @@ def verify(
     if vllm:
         _verify_vllm(python or sys.executable, device=device, only=only, out=out, inject=inject, as_json=as_json)
         return
-    from headwater import verify as proof
+    from headwater.lab import verify as proof
 
     if pd:
         _verify_pd(pool or "all", model=model, device=device, inject=inject, as_json=as_json)
@@ -205,7 +206,7 @@ def verify(
 
 
 def _verify_pd(pool: str, *, model: Path | None, device: str, inject: bool, as_json: bool) -> None:
-    from headwater.verify import pd
+    from headwater.lab.verify import pd
 
     pools = pd.POOLS if pool == "all" else (pool,)
     with draw.progress() as tell:
@@ -216,7 +217,7 @@ def _verify_pd(pool: str, *, model: Path | None, device: str, inject: bool, as_j
 
 
 def _verify_vllm(python: str, *, device: str, only: str | None, out: Path | None, inject: bool, as_json: bool) -> None:
-    from headwater.verify import vllm as verify_vllm
+    from headwater.lab.verify import vllm as verify_vllm
 
     def keep(case: str, document: dict[str, Any]) -> None:
         if out is not None:
@@ -243,7 +244,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine allows, and what to do about the rest; exit code 1 if something needed is broken."""
-    from headwater import doctor as looks
+    from headwater.lab import doctor as looks
 
     found = looks.examine(pool=pool or config.default_pool())
     _print_json({"command": "doctor", **looks.document(found)}) if as_json else draw.doctor(found)
@@ -259,7 +260,7 @@ def bench_index(
     as_json: Json = False,
 ) -> None:
     """Name the blocks of a long prompt, beside a bare loop of chained SHA-256."""
-    from headwater.bench import index
+    from headwater.lab.bench import index
 
     with draw.progress() as tell:
         report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
@@ -275,7 +276,7 @@ def bench_cache(
     as_json: Json = False,
 ) -> None:
     """Match, reserve, commit and release among few and many known blocks, beside a bare dict."""
-    from headwater.bench import cache
+    from headwater.lab.bench import cache
 
     with draw.progress() as tell:
         report = cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell)
@@ -295,7 +296,7 @@ def bench_ttft(
     as_json: Json = False,
 ) -> None:
     """Time to the first token, cold and from each tier, over prompt lengths; and the cost when nothing hits."""
-    from headwater.bench import ttft
+    from headwater.lab.bench import ttft
 
     options = ttft.Options(
         shape=shape,
@@ -323,7 +324,7 @@ def bench_handoff(
     as_json: Json = False,
 ) -> None:
     """Hand prompts from one engine process to another through a pool in memory, beside two plain copies."""
-    from headwater.bench import handoff
+    from headwater.lab.bench import handoff
 
     options = handoff.Options(
         shape=shape,
@@ -356,7 +357,7 @@ def bench_copy(
     as_json: Json = False,
 ) -> None:
     """Copy blocks between device and host memory, beside one contiguous copy; and what that costs a model meanwhile."""
-    from headwater.bench import copy
+    from headwater.lab.bench import copy
 
     options = copy.Options(
         device=device,
@@ -386,8 +387,8 @@ def bench_pool(
     as_json: Json = False,
 ) -> None:
     """Put pages into shared pools and read them back, beside memcpy and the pools' bare clients. Starts its servers."""
-    from headwater.bench import pool as pools
-    from headwater.bench.pool_ways import NAMES
+    from headwater.lab.bench import pool as pools
+    from headwater.lab.bench.pool_ways import NAMES
 
     options = pools.Options(
         stores=tuple(stores.split(",")) if stores is not None else NAMES,
@@ -468,7 +469,7 @@ def bench_vllm(
     as_json: Json = False,
 ) -> None:
     """Time to the first token in a real vLLM over shared prefixes, beside other connectors; and the cost of no hits."""
-    from headwater.bench import vllm, vllm_alone, vllm_contenders, vllm_stages
+    from headwater.lab.bench import vllm, vllm_alone, vllm_contenders, vllm_stages
 
     course = course or ("alone" if device == "cuda" else "turns")
     if course not in ("turns", "alone") or (course == "turns" and device != "cpu"):
@@ -559,7 +560,7 @@ def bench_serve(
     as_json: Json = False,
 ) -> None:
     """Hold conversations over HTTP, with the cache and without: what is computed, when tokens come, equal answers."""
-    from headwater.bench import serve as load
+    from headwater.lab.bench import serve as load
 
     options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
     with draw.progress() as tell:
@@ -599,7 +600,7 @@ def bench_pd(
     as_json: Json = False,
 ) -> None:
     """Prefill and decode apart, beside one node for both: when tokens come, what the pool costs, equal answers."""
-    from headwater.bench import pd as apart
+    from headwater.lab.bench import pd as apart
 
     options = apart.Options(
         model=model,
@@ -643,7 +644,7 @@ def bench_store(
     as_json: Json = False,
 ) -> None:
     """Write, evict and read pages in memory and on disk, beside memcpy, one file per block, and plain pwrite/pread."""
-    from headwater.bench import store
+    from headwater.lab.bench import store
 
     options = store.Options(
         directory=directory,
@@ -1131,7 +1132,7 @@ def chaos(
     as_json: Json = False,
 ) -> None:
     """Break a router's nodes and their pool, under load, again and again: answers stay right, or errors honest."""
-    from headwater.testing import chaos as campaign  # the test kit, and only for this command
+    from headwater.lab.chaos import chaos as campaign  # the test kit, and only for this command
 
     options = ["--times", str(times), "--clients", str(clients), "--seed", str(seed), "--pool", pool]
     options += [word for name in fault or () for word in ("--fault", name)]
@@ -1244,11 +1245,11 @@ def replay(
 
     A request of more blocks than the device has is cut to as many, and the rest counts as missed.
     """
-    from headwater.replay import plot as picture
-    from headwater.replay import sweep as replays
-    from headwater.replay.bill import Setup
-    from headwater.replay.synthetic import Synthetic
-    from headwater.replay.trace import Trace, TraceFile
+    from headwater.lab.replay import plot as picture
+    from headwater.lab.replay import sweep as replays
+    from headwater.lab.replay.bill import Setup
+    from headwater.lab.replay.synthetic import Synthetic
+    from headwater.lab.replay.trace import Trace, TraceFile
 
     if (trace is not None) + (synthetic is not None) + (events is not None) != 1:
         raise InvalidConfig("say what to replay: a TRACE, --synthetic or --events")
@@ -1285,7 +1286,7 @@ def replay(
 
 
 def _replay_events(path: Path, *, as_json: bool) -> None:
-    from headwater.replay.events import replay_events
+    from headwater.lab.replay.events import replay_events
 
     with draw.progress() as tell:
         found = replay_events(path, tell=tell)

@@ -29,6 +29,7 @@ class LocalStoreMachine(RuleBasedStateMachine):
     limit_bytes = 8 << 20
     planes: tuple[int, ...] = (4096, 4096, 1000, 1000)  # 256 slots for 48 pages
     directory = "/dev/shm"
+    most_kills = 6  # in an example: a process takes a second to start, and some seeds would kill and do nothing else
     _pool: ClassVar[list[Helper]] = []  # processes are costly to start: examples share them
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class LocalStoreMachine(RuleBasedStateMachine):
         self.held: list[set[Ref]] = [set() for _ in range(NUM_PROCESSES)]
         self.stopped: int | None = None
         self.asked = 0  # pages of the last put
+        self.num_kills = 0
 
     @initialize()
     def open_all(self) -> None:
@@ -129,9 +131,11 @@ class LocalStoreMachine(RuleBasedStateMachine):
         else:
             self._pool[which]("abandon", refs=[ref])
 
+    @precondition(lambda self: self.num_kills < self.most_kills)
     @rule(which=WHICH)
     def kill(self, which: int) -> None:
         """Kill a process, with what it holds; another one takes its place."""
+        self.num_kills += 1
         self._pool[which].kill()
         self.held[which].clear()
         self.stopped = None if self.stopped == which else self.stopped

@@ -1,0 +1,1 @@
+"""What measures and proves: benchmarks, proofs, campaigns, replays. Shipped; no product room imports it."""

@@ -1,0 +1,1 @@
+"""Campaigns: minutes of kills, forks, cleaners, attacks and mixed requests. Nothing wrong may come of it."""

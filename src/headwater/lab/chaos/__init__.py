@@ -1,0 +1,1 @@
+"""`headwater chaos`: nodes, pool and pages break under load."""

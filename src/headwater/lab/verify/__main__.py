@@ -1,0 +1,5 @@
+"""The other process of the restart case."""
+
+from headwater.lab.verify.cases import main
+
+main()

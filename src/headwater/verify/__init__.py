@@ -1,5 +1,0 @@
-"""`headwater verify`: proofs on whole engines: what is cached (`cases`), or what two share (`pd`), equals one alone."""
-
-from headwater.verify.cases import BLOCK_TOKENS, FAMILIES, Case, run
-
-__all__ = ["BLOCK_TOKENS", "FAMILIES", "Case", "run"]
