@@ -6,8 +6,8 @@
     commit     blocks that were really computed get their names, and go to the stores
     release    the request is over: everything it held is given back, and its bill is handed out
 
-No call waits for a store, but `wait`, `drain` and `close`, each until its deadline. Calls may come from any thread;
-what the hands report comes from theirs. One lock keeps them apart, and is held only while the brain thinks.
+No call waits for a store, but those named `wait`, `drain` and `close`, each until its deadline. Calls may come from
+any thread; what the hands report comes from theirs. One lock keeps them apart, held only while the brain thinks.
 
 If the brain fails (`failed`, `shell.py`) every block is a miss. Requests that are left over from before keep their
 slots until they are released, have what they were told they have, and get no more slots: an engine that sees another
