@@ -86,7 +86,7 @@ TIMES = {
     "offloading": {"cold": 2.0, "local": 0.125, "stored": 0.25},
     OURS: {"cold": 2.5, "local": 0.125, "stored": 0.1875},
 }
-SOURCES = str(Path(vllm.__file__).parents[2])
+SOURCES = str(Path(vllm.__file__).parents[3])
 SMALL = vllm.Options(
     contenders=("offloading", OURS), shape="tiny", lengths=(256, 512), rounds=4, pairs=6, pair_tokens=256
 )

@@ -86,7 +86,7 @@ TIMES = {
     "offloading": {"cold": 2.0, "local": 0.125, "stored": 0.25},
     OURS: {"cold": 2.5, "local": 0.125, "stored": 0.1875},
 }
-SOURCES = str(Path(vllm_alone.__file__).parents[2])
+SOURCES = str(Path(vllm_alone.__file__).parents[3])
 
 
 def options(**more: Any) -> vllm_stages.Options:
