@@ -161,7 +161,7 @@ def _open_handoffs(
 ) -> "tuple[Handoffs, PoolReceiver | None]":
     """What a prefill or a decode node hands KV over with: pages of its own, in lanes, between device and pool."""
     from headwater.engine.handoffs import Handoffs
-    from headwater.transfer.staging import TorchStaging  # as above
+    from headwater.transfer.staging import TorchStaging  # with torch, as the engine
 
     layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
     page = frame_bytes(layout.plane_bytes)

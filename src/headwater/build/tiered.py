@@ -1,4 +1,4 @@
-"""A cache of all tiers that can be had, over the blocks of a device: what an engine of its own begins with."""
+"""A cache of all tiers that can be had, over the blocks of a device: what an engine of one's own begins with."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
