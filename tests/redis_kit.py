@@ -96,6 +96,19 @@ class FakeRedis:
             assert time.monotonic() < until_s, "clients go on talking"
             time.sleep(0.001)
 
+    def recover(self) -> None:
+        """Be honest from now on, and hang up where nothing was said any more.
+
+        A client may have had all its answers before its line fell silent: it would use the line again, and wait for its
+        whole deadline.
+        """
+        self.spoil = honest
+        self.settle()
+        for one in self._connections:
+            with one.lock, contextlib.suppress(OSError):
+                if one.is_over:
+                    one.sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._stopped.set()
         with contextlib.suppress(OSError):
