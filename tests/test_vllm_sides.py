@@ -969,6 +969,39 @@ def test_a_look_is_answered_in_the_schedulers_own_call(disk: Path) -> None:
         assert asked == [], "somebody else had to look"
 
 
+def test_a_prompt_that_nobody_has_is_named_when_it_was_computed(disk: Path) -> None:
+    """Names take most of a question's time, and vLLM's scheduler waits for its answer."""
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        request = FakeRequest("a", prompt, 1)
+        assert engine.scheduler.matched(request, 0) == (0, False)
+        assert len(engine.scheduler._tracked["a"].prompt.keys) == 1
+        engine.add(request)
+        run(engine)
+        metrics = engine.scheduler.cache.metrics
+        assert metrics.value("miss_tokens_total", reason="never_stored") == 40, "all of it was a miss"
+    with engine_of(disk) as another:
+        again = FakeRequest("b", prompt, 1)
+        another.add(again)
+        run(another)
+        assert again.num_loaded == 40, "all of it was saved"
+
+
+def test_what_comes_while_a_request_waits_is_found_when_it_asks_again(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        waiting = FakeRequest("b", prompt, 1)
+        assert engine.scheduler.matched(waiting, 0) == (0, False)
+        first = FakeRequest("a", prompt, 1)
+        engine.add(first)
+        run(engine)
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.scheduler.matched(waiting, 0) == (40, True)
+        engine.add(waiting)
+        run(engine)
+        assert waiting.num_loaded == 40
+
+
 def test_what_is_open_in_a_process_is_open_once(disk: Path) -> None:
     with engine_of(disk), engine_of(disk) as two:
         shared = list(build._shared.values())

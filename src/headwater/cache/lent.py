@@ -5,7 +5,7 @@ is who owns the device (`index/lent.py`): a request's slots are known while it r
 for others before `reading` says that nothing of the request is read any more, nor while something is loaded into them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from headwater.cache import snapshot
@@ -15,6 +15,7 @@ from headwater.cache.state import Brain
 from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
+from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex
 from headwater.index.lent import LentIndex, LentSlots
 from headwater.index.slots import DeviceSlots
@@ -78,6 +79,15 @@ class LentBrain(Brain):
             self.loader.load(request, event.now_s)
             self._settle(request, event.now_s)
             request.own.extend(event.slots[have + event.num_load :])
+
+    def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float, *, seen: bool = False) -> None:
+        start = request.hold.num_blocks
+        end = request.num_prompt + request.num_unnamed
+        unnamed = keys[max(0, request.num_prompt - start) : max(0, end - start)]
+        if unnamed:  # no store had what they build on: they are to be written again, whatever was believed
+            for tier in self.tiers.values():
+                self._paths.forget(unnamed, tier.bit)
+        super()._enter(request, keys, now_s, seen=seen)
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: ev.Failure | None, now_s: float) -> None:
         if job.kind in _SEEN:  # what a store has lost is to be written again

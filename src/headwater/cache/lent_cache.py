@@ -35,10 +35,12 @@ class LentCache(TieredCache):
         root: BlockKey,
         tenant: bytes = ev.NO_TENANT,
         resumed: bool = False,
+        num_unnamed: int = 0,
     ) -> Match:
         """What is there of a prompt of which the engine has the first `num_local` blocks. Does not block.
 
-        Ask again to see what the stores answered since. Raises InvalidInput.
+        Ask again to see what the stores answered since. `num_unnamed`: full blocks behind the keys, where no store has
+        the last key (`lacks`). Raises InvalidInput.
         """
         with self._lock:
             arrived = ev.Arrived(
@@ -49,8 +51,16 @@ class LentCache(TieredCache):
                 tenant=tenant,
                 resumed=resumed,
                 num_local=num_local,
+                num_unnamed=num_unnamed,
             )
             return self._match(arrived)
+
+    def lacks(self, key: BlockKey) -> bool:
+        """Whether all stores say at a glance that they have not got a block. Does not block."""
+        with self._lock:
+            now_s = self._now_s()
+            looks = (ev.Look(job=0, store=tier, keys=(key,), deadline_s=now_s) for tier in self.brain.tiers)
+            return all(self._hands.glance(look) == ("absent",) for look in looks)
 
     def looking(self, request: str) -> bool:
         """Whether stores are still being asked."""

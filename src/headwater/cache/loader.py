@@ -186,6 +186,9 @@ class Loader:
             for reason, num in reasons.items():
                 request.misses[reason] = request.misses.get(reason, 0) + num
             at = end
+        if request.num_unnamed:
+            reason = hole or request.broken or MissReason.NEVER_STORED
+            request.misses[reason] = request.misses.get(reason, 0) + request.num_unnamed
 
     def _absent(self, request: RequestRecord, at: int, end: int, silent: MissReason | None) -> dict[MissReason, int]:
         """Why blocks that no store has are misses; that of the first comes first."""

@@ -47,10 +47,11 @@ class RequestRecord:
 
     request: str
     keys: list[BlockKey]  # of all its full blocks that have a name: the prompt's, and those computed since
-    num_prompt: int  # how many of them are the prompt's
+    num_prompt: int  # how many of them are the prompt's, and had their name when it asked
     root: BlockKey
     tenant: bytes
     hold: Hold
+    num_unnamed: int = 0  # blocks of the prompt behind those: they get their names when they were computed
     resumed: bool = False  # it was here before, and was preempted
     looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
     asked_s: float = 0.0  # when the stores were asked, the last time

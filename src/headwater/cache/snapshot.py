@@ -34,6 +34,7 @@ def digest(brain: "Brain") -> str:
                 request.answered_s,
                 request.gave_way,
                 request.resumed,
+                request.num_unnamed,
             ),
         ]
         for request in brain.requests.values()

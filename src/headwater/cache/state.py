@@ -133,10 +133,13 @@ class Brain:
         _require_keys([event.root, *keys])
         if len(event.tenant) != TENANT_BYTES:
             raise InvalidInput(f"a tenant is {TENANT_BYTES} bytes (CacheIdentity.tenant), not {len(event.tenant)}")
+        if event.num_unnamed < 0:
+            raise InvalidInput(f"a prompt cannot have {event.num_unnamed} more blocks")
         request = RequestRecord(
             request=event.request,
             keys=keys,
             num_prompt=len(keys),
+            num_unnamed=event.num_unnamed,
             root=event.root,
             tenant=event.tenant,
             hold=self._first_hold(event),
@@ -326,7 +329,7 @@ class Brain:
         self._out.append(
             ev.Finished(
                 request=request.request,
-                num_tokens=request.num_prompt * size,
+                num_tokens=(request.num_prompt + request.num_unnamed) * size,
                 hit_tokens=hits,
                 miss_tokens=misses,
                 loaded_bytes=request.loaded_bytes,

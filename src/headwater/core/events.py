@@ -60,6 +60,7 @@ class Arrived(Event):
     tenant: bytes = NO_TENANT
     resumed: bool = False  # it was preempted: what it finds is mostly its own, and counts as no hit
     num_local: int = 0  # of an engine that keeps its blocks itself: how many of them it has
+    num_unnamed: int = 0  # full blocks of the prompt behind those with keys: no store has what they build on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

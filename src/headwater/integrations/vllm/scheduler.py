@@ -65,6 +65,7 @@ class _Tracked:
     epoch: int = 0
     asked_s: float | None = None  # None: the brain does not know it now
     num_local: int = 0
+    num_asked: int = 0  # blocks that had their names when the brain was asked
     promised: int = 0  # blocks that vLLM was told of
     sources: tuple[tuple[str, int], ...] = ()  # and where they are
     lent: bool = False  # it has blocks, and the brain knows which
@@ -157,15 +158,28 @@ class SchedulerSide:
     def _ask(self, one: _Tracked, num_local: int) -> bool:
         """Ask the brain, or ask again. False: stores have not answered, and may still do so in time."""
         now_s = self._clock.monotonic()
+        request, prompt, num_keys = one.request, one.prompt, num_local
+        if self._loads and not one.barred and not getattr(request, "skip_reading_prefix_cache", False):
+            num_keys = max(num_local, (request.num_tokens - 1) // self._size)  # one token at least is computed
+        if one.asked_s is None or one.num_asked < num_keys:
+            num_asked = num_keys
+            if num_keys > num_local + 1:
+                first = prompt.extend(request.all_token_ids, num_local + 1)[num_local]
+                if self.cache.lacks(first):  # names of the others would take longer than all the rest of this
+                    num_asked = num_local + 1
+            if one.asked_s is not None and one.num_asked != num_asked:
+                self._forget(one)  # it has come since
+            one.num_asked = num_asked
         if one.asked_s is None:
             one.asked_s, one.num_local = now_s, num_local
-        request = one.request
-        num_keys = (request.num_tokens - 1) // self._size  # one token at least is computed
-        may_load = self._loads and not one.barred and not getattr(request, "skip_reading_prefix_cache", False)
-        keys = one.prompt.extend(request.all_token_ids, max(num_local, num_keys) if may_load else num_local)
-        resumed = request.num_preemptions > 0
         self.cache.ask(
-            one.name, keys, num_local=num_local, root=one.prompt.root, tenant=one.prompt.tenant, resumed=resumed
+            one.name,
+            prompt.extend(request.all_token_ids, one.num_asked),
+            num_local=num_local,
+            root=prompt.root,
+            tenant=prompt.tenant,
+            resumed=request.num_preemptions > 0,
+            num_unnamed=num_keys - one.num_asked,
         )
         if not self.cache.looking(one.name):
             return True
