@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_read_is_one_line_too(path: Path, monkeypatch: pyt
     def refuse(config: LocalStoreConfig) -> LocalStore:
         raise PermissionError(13, "Permission denied", str(config.directory))
 
-    monkeypatch.setattr("headwater.cli.open_local", refuse)
+    monkeypatch.setattr("headwater.cli.store.open_local", refuse)
     result = invoke("ls", path)
     assert result.exit_code == 1
     assert result.stderr == f"headwater: {path}: Permission denied\n"
@@ -278,7 +278,7 @@ def test_purge_all_removes_the_files(path: Path) -> None:
 
 
 def test_purge_all_waits_for_nobody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.cli._DESTROY_S", 0.1)
+    monkeypatch.setattr("headwater.cli.store._DESTROY_S", 0.1)
     with open_local(LocalStoreConfig(directory=path)):
         result = invoke("purge", path, "--all", "--yes")
     assert result.exit_code == 1

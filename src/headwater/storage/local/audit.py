@@ -1,6 +1,6 @@
 """What a person may ask of a store's directory: what is in it, remove some of it, is it intact.
 
-Works on an open LocalStore, needs no layout and no model, and knows nothing of terminals: `cli.py` draws what is
+Works on an open LocalStore, needs no layout and no model, and knows nothing of terminals: `cli/` draws what is
 returned here. Invariants: an answer that could not be had in time is StoreBusy, never an empty one; pages are checked
 on a private copy (rule 4); a page of an unknown version may be a newer process's good one, and `check` leaves it.
 """
