@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import Digests, Direction, Piece
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.wire import Digests, Direction, Piece
 
 WAIT_S = 60.0  # nothing here takes that long
 

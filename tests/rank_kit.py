@@ -23,8 +23,8 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.testing.ranks import RankDevices, small_layouts, thread_rank, whole_block
-from headwater.transfer.ranks import Ranks
-from headwater.transfer.seats import Seat
+from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.seats import Seat
 from worker_kit import PATIENCE_S, TENANT, Ear, key, keys
 
 StoresOf = Callable[[int], Mapping[str, Store]]

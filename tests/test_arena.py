@@ -15,8 +15,8 @@ from headwater.layout.gqa import gqa_layout
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KEY, DType, KVLayout, Plane
 from headwater.metrics import Metrics
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.cuda import pin
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.device.cuda import pin
 
 LAYOUT = sample_layouts()["gqa-fp8-scales"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]

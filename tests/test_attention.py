@@ -22,7 +22,7 @@ from headwater.engine.attention.mla import MlaAttention, Queries, absorbed_atten
 from headwater.engine.models.base import Span
 from headwater.engine.step import FEW_TOKENS, Limits, Step, plan
 from headwater.layout.spec import DType
-from headwater.transfer.arena import DeviceCache, create_kv_cache
+from headwater.transfer.device.arena import DeviceCache, create_kv_cache
 
 Floats = npt.NDArray[np.float64]
 CPU = torch.device("cpu")

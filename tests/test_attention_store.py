@@ -40,9 +40,9 @@ from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.layouts import randomise
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.row import Reached, Why
-from headwater.transfer.staging import TorchStaging
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.staging import TorchStaging
 from test_redis import Server
 from worker_kit import LAYOUT, PATIENCE_S, wait_until
 

@@ -16,11 +16,11 @@ from headwater.lab.bench.copy_paths import Limit
 from headwater.layout.frame import frame_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.testing.layouts import randomise
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import Digests, Direction
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.wire import Digests, Direction
 
 ROW = {"layout", "blocks", "bytes", "correct", "d2h_ratio", "h2d_ratio", "both_ratio", "gemm_slowdown", "submit_ms"}
 ROW |= {"d2h_ratio_plain", "h2d_ratio_plain", "d2h_ratio_scattered", "h2d_ratio_scattered", "d2h_ratio_batch"}

@@ -34,7 +34,7 @@ from headwater.policy import policy_by_name
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualHands, path_keys
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 from test_connector import WAIT_S, WISHES, Client, Rig, Tape, Wish, rig
 from test_vllm_sides import engine_of, prompts, run
 from vllm_kit import FakeRequest

@@ -27,7 +27,7 @@ from headwater.storage.base import Deadline, PutStatus
 from headwater.storage.local import LocalStore, audit, directory
 from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.geometry import Geometry
-from headwater.transfer.copy import scatter
+from headwater.transfer.device.copy import scatter
 
 PLANES = (3000, 5000)
 LAYOUT = opaque_layout(PLANES, 16)

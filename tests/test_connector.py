@@ -29,9 +29,9 @@ from headwater.layout.spec import DType
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.worker import Worker
 
 BLOCK = 4
 VOCABULARY = 50

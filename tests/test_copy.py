@@ -14,8 +14,8 @@ from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KEY, DType, KVLayout, Plane, combine, declare_role
 from headwater.testing.layouts import LayoutTests, randomise
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy import gather, scatter
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy import gather, scatter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 ODD = sample_layouts()["odd"]

@@ -22,11 +22,11 @@ from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import DType
 from headwater.storage.local import MappedStore
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Direction
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.wire import Direction
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.worker import Worker
 from worker_kit import TENANT, key, keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -147,10 +147,10 @@ from headwater.core.events import JobDone, Load, Save
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Direction
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.device.wire import Direction
+from headwater.transfer.executor.worker import Worker
 sys.path.insert(0, sys.argv[3])
 from worker_kit import TENANT, key, keys
 

@@ -21,13 +21,13 @@ from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
-from headwater.transfer import copy_engine
-from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.cuda_wire import RunWire, StagedWire, one_run
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Digests, Direction, Wire
+from headwater.transfer.device import copy_engine
+from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
+from headwater.transfer.device.wire import Digests, Direction, Wire
+from headwater.transfer.executor.staging import TorchStaging
 from worker_kit import wait_until
 
 LAYOUTS = sample_layouts()

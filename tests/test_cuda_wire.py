@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.transfer.cuda_wire import _even_runs
+from headwater.transfer.device.cuda_wire import _even_runs
 
 ROW = 4096
 

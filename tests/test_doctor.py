@@ -14,9 +14,9 @@ from headwater.cli import app
 from headwater.core.errors import HostTierUnavailable, NotInstalled
 from headwater.lab import doctor
 from headwater.lab.doctor import FAIL, OK, WARN, Check, Copied, Findings
-from headwater.transfer import arena, cuda
-from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import Digests
+from headwater.transfer.device import arena, cuda
+from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.wire import Digests
 
 
 def test_one_document_and_nothing_else() -> None:
@@ -78,7 +78,7 @@ def test_an_engine_that_cannot_be_made_is_a_failure(error: Exception, monkeypatc
     def fail(*args: Any, **options: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("headwater.transfer.copy_engine.CopyEngine", fail)
+    monkeypatch.setattr("headwater.transfer.device.copy_engine.CopyEngine", fail)
     import torch
 
     check = doctor._engine(torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from headwater.core.errors import InvalidInput
 from headwater.engine.loader import load_model, load_tokenizer
 from headwater.engine.models.base import Span
-from headwater.transfer.arena import create_kv_cache
+from headwater.transfer.device.arena import create_kv_cache
 from test_engine_loader import copy_of, directory
 
 __all__ = ["directory"]  # a fixture

@@ -18,7 +18,7 @@ from headwater.engine.loader import load_model
 from headwater.engine.make_model import FAMILIES, make_model, random_model
 from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Output, Request, Sampling
-from headwater.transfer.arena import DeviceCache, create_kv_cache
+from headwater.transfer.device.arena import DeviceCache, create_kv_cache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

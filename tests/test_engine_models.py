@@ -20,7 +20,7 @@ from headwater.engine.models.layers import Routing, Scoring
 from headwater.engine.models.rope import read_rope
 from headwater.engine.models.settings import Settings
 from headwater.engine.step import Group
-from headwater.transfer.arena import DeviceCache, create_kv_cache
+from headwater.transfer.device.arena import DeviceCache, create_kv_cache
 
 transformers.utils.logging.disable_progress_bar()  # it starts a thread
 

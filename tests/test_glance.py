@@ -17,7 +17,7 @@ from headwater.storage.local import LocalStore, attachment
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
 from headwater.testing.virtual import EventList
-from headwater.transfer.trouble import call
+from headwater.transfer.executor.trouble import call
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs
 

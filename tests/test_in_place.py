@@ -46,13 +46,14 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
 from headwater.testing.stores import soon
-from headwater.transfer import courtesy, cuda, populate
-from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Digests, Direction, Wire
-from headwater.transfer.worker import Worker
+from headwater.transfer.device import cuda, populate
+from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.wire import Digests, Direction, Wire
+from headwater.transfer.executor import courtesy
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.worker import Worker
 from worker_kit import PATIENCE_S, TENANT, Ear, Gate, key, keys, wait_until
 
 pytestmark = pytest.mark.usefixtures(no_traces.__name__)

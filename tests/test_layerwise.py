@@ -29,12 +29,12 @@ from headwater.layout.spec import KVLayout
 from headwater.storage.local import MappedStore
 from headwater.storage.verified import Loan, VerifiedStore
 from headwater.testing.stores import soon
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Digests, Direction, Piece, Wire
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.wire import Digests, Direction, Piece, Wire
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.worker import Worker
 from worker_kit import make_late, wait_until
 
 pytestmark = pytest.mark.usefixtures(no_traces.__name__)

@@ -19,12 +19,13 @@ import pytest
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.layout.frame import ALIGNMENT
 from headwater.layout.spec import opaque_layout
-from headwater.storage import mooncake, mooncake_engine
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.mooncake import MooncakeStore
-from headwater.storage.mooncake_config import MooncakeConfig, parse_size, parse_url
-from headwater.storage.mooncake_engine import Engine, address_of
-from headwater.storage.mooncake_watch import Watch, knock, nobody_listens
+from headwater.storage.mooncake import engine as mooncake_engine
+from headwater.storage.mooncake import store as mooncake
+from headwater.storage.mooncake.config import MooncakeConfig, parse_size, parse_url
+from headwater.storage.mooncake.engine import Engine, address_of
+from headwater.storage.mooncake.watch import Watch, knock, nobody_listens
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.clock import FakeClock

@@ -18,8 +18,8 @@ from headwater.engine.make_model import BOS, make_model
 from headwater.engine.models.base import Model, Span
 from headwater.index.slots import SlotState
 from headwater.storage.base import Deadline
-from headwater.transfer.arena import create_kv_cache
-from headwater.transfer.tier import Naming
+from headwater.transfer.device.arena import create_kv_cache
+from headwater.transfer.executor.tier import Naming
 from pd_kit import new_pool
 from serve_kit import Served, directory, model, serving
 from test_pd_serve import cluster

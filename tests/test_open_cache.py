@@ -20,8 +20,8 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.testing.layouts import randomise
 from headwater.testing.virtual import EventList
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.executor.staging import TorchStaging
 
 IDENTITY = hashlib.sha256(b"identity").digest()
 ROOT = BlockKey(hashlib.sha256(b"root").digest())

@@ -10,7 +10,7 @@ import pytest
 from headwater.core.errors import InvalidInput
 from headwater.storage.base import Deadline
 from headwater.testing.stores import past, soon
-from headwater.transfer.pages import Account, PagePool
+from headwater.transfer.executor.pages import Account, PagePool
 
 
 def pool(num_pages: int, *stores: str) -> PagePool:

@@ -44,7 +44,7 @@ from headwater.serve.service import Service
 from headwater.serve.sockets import address, listen
 from headwater.serve.start import heartbeats
 from headwater.storage.base import Deadline
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.tier import Naming
 from pd_kit import new_pool
 from serve_kit import WAIT_S, Served, directory, model, serving
 from test_redis import Server as Redis

@@ -28,11 +28,11 @@ from headwater.testing.ranks import (
     thread_rank,
     whole_block,
 )
-from headwater.transfer.rank_link import RankLink, connect_rank
-from headwater.transfer.rank_server import serve_rank
-from headwater.transfer.rank_wire import Incoming, packed
-from headwater.transfer.roster import RankState
-from headwater.transfer.seats import Seat
+from headwater.transfer.ranks.link import RankLink, connect_rank
+from headwater.transfer.ranks.roster import RankState
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.server import serve_rank
+from headwater.transfer.ranks.wire import Incoming, packed
 from rank_kit import LAYOUTS, Jobs
 from worker_kit import PATIENCE_S, keys, wait_until
 

@@ -38,10 +38,10 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import IDENTITY
 from headwater.testing.ranks import RankDevices, pages_of, thread_rank, whole_block
 from headwater.testing.stores import soon
-from headwater.transfer.ranks import Ranks
-from headwater.transfer.roster import RankState
-from headwater.transfer.seats import Seat
-from headwater.transfer.verdict import Answer, agree, num_good
+from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.roster import RankState
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.verdict import Answer, agree, num_good
 from rank_kit import LAYOUTS, Group, Jobs, ScriptedHands, groups
 from worker_kit import PATIENCE_S, Gate, OddStore, key, keys, wait_until
 
@@ -893,8 +893,8 @@ def test_layers_are_waited_for_on_all_ranks(shm: Path) -> None:
     from headwater.layout.frame import frame_bytes
     from headwater.layout.shard import shard_layout
     from headwater.testing.layouts import randomise
-    from headwater.transfer.arena import create_host_cache, create_kv_cache
-    from headwater.transfer.staging import TorchStaging
+    from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+    from headwater.transfer.executor.staging import TorchStaging
 
     layout, tp_size = LAYOUTS["three sorts"], 2
     with ExitStack() as stack:

@@ -18,8 +18,8 @@ import redis
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
 from headwater.storage.redis import RedisStore
-from headwater.storage.redis_lines import Command, RedisLines
-from headwater.storage.redis_protocol import MAX_VALUE_BYTES
+from headwater.storage.redis.lines import Command, RedisLines
+from headwater.storage.redis.protocol import MAX_VALUE_BYTES
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain, sample_page
 from headwater.testing.stores import StoreTests, put, read, soon

@@ -21,7 +21,7 @@ from headwater.residency.events import Applied, Kind, State
 from headwater.residency.publisher import Publisher
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
-from headwater.storage.redis_lines import Command, RedisLines
+from headwater.storage.redis.lines import Command, RedisLines
 from headwater.testing.residency import ROOT, ResidencyTests, chain, held, said
 from headwater.testing.residency_machine import Backend, ResidencyMachine, soon
 from test_redis import Server

@@ -14,7 +14,7 @@ from brain_kit import fail_at
 from headwater.cli import app
 from headwater.engine.models.base import Model
 from headwater.storage.verified import VerifiedStore
-from headwater.transfer.worker import Worker
+from headwater.transfer.executor.worker import Worker
 from serve_kit import WAIT_S, Served, directory, model, serving
 
 __all__ = ["directory", "model"]  # fixtures

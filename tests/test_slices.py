@@ -22,10 +22,10 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.pages import PagePool
-from headwater.transfer.row import Reached, Why
-from headwater.transfer.slices import Slices
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.slices import Slices
+from headwater.transfer.executor.tier import Naming
 from worker_kit import LAYOUT, PATIENCE_S, TENANT, key, keys, wait_until
 
 SLACK_S = 0.5

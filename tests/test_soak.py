@@ -38,8 +38,8 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.index.slots import SlotState
 from headwater.serve.answer import Transcript
 from headwater.serve.logprobs import token_name
-from headwater.transfer.arena import create_kv_cache
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import create_kv_cache
+from headwater.transfer.executor.worker import Worker
 from serve_kit import WAIT_S, Served, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from headwater.layout.digest import plane_digest
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
-from headwater.transfer.arena import DeviceCache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import Digests, Direction, Piece
+from headwater.transfer.device.arena import DeviceCache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.wire import Digests, Direction, Piece
 
 WAIT_S = 60.0
 

@@ -18,9 +18,9 @@ from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
-from headwater.transfer import copy, triton_copy
-from headwater.transfer.arena import create_kv_cache
-from headwater.transfer.triton_copy import PlaneTable, digest, gather, scatter
+from headwater.transfer.device import copy, triton_copy
+from headwater.transfer.device.arena import create_kv_cache
+from headwater.transfer.device.triton_copy import PlaneTable, digest, gather, scatter
 from triton_kit import DEVICE, INTERPRETED, needs_gpu, needs_kernels
 
 pytestmark = needs_kernels
@@ -291,8 +291,8 @@ def test_tables_of_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("headwater.transfer.triton_copy", "headwater.transfer.xxh3"):
+    for name in ("headwater.transfer.device.triton_copy", "headwater.transfer.device.xxh3"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(NotInstalled, match=r"the copy kernels need triton: pip install 'headwater\[cuda\]'"):
-        importlib.import_module("headwater.transfer.triton_copy")
+        importlib.import_module("headwater.transfer.device.triton_copy")

@@ -36,7 +36,7 @@ from headwater.integrations.vllm.worker import WorkerSide
 from headwater.storage.base import Deadline
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
-from headwater.transfer.staging import TorchStaging
+from headwater.transfer.executor.staging import TorchStaging
 from vllm_kit import SIZE, WIDTHS, FakeEngine, FakeRequest, Group
 from worker_kit import make_late
 

@@ -23,8 +23,8 @@ from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.layouts import randomise
 from headwater.testing.stores import soon
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy import gather, scatter
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy import gather, scatter
 
 # A new attention variant: this is all that has to be written. No room of the house knows it.
 STATE = declare_role("whole_way_state", 2000)

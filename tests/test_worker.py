@@ -32,10 +32,10 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY
 from headwater.testing.stores import soon
-from headwater.transfer import courtesy
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.executor import courtesy
+from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.worker import Worker
 from worker_kit import (
     CALLS,
     FRAME_BYTES,
@@ -175,7 +175,7 @@ def test_staging_refuses_pages_of_another_size() -> None:
 
 
 def test_the_worker_does_without_torch() -> None:
-    code = "import sys, headwater.transfer.worker, headwater.testing.device; sys.exit('torch' in sys.modules)"
+    code = "import sys, headwater.transfer.executor.worker, headwater.testing.device; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -31,7 +31,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.worker import Worker
+from headwater.transfer.executor.worker import Worker
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Gate, OddStore, Rig, Unheard, keys, odd, rigs, wait_until
 
 LIMIT_BYTES = 16 << 20

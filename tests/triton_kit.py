@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.transfer.xxh3 import interpreted
+from headwater.transfer.device.xxh3 import interpreted
 
 INTERPRETED = interpreted()
 DEVICE = "cpu" if INTERPRETED else "cuda"  # where a cache must be for the kernels to reach it

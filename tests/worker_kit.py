@@ -34,7 +34,7 @@ from headwater.storage.wrappers import OpaqueStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.worker import Worker
+from headwater.transfer.executor.worker import Worker
 
 LAYOUT = opaque_layout((512, 100), 4)
 FRAME_BYTES = frame_bytes(LAYOUT.plane_bytes)

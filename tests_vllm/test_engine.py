@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.storage.base import GetStatus
-from headwater.transfer.wire import Direction
+from headwater.transfer.device.wire import Direction
 
 HEAD = [3 + (at * 7) % 250 for at in range(192)]
 PROMPT = [*HEAD, 5, 6, 7, 8, 9, 10, 11, 12]

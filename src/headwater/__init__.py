@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.layout.mla import mla_layout
     from headwater.layout.spec import DType, KVLayout
     from headwater.storage.base import Deadline
-    from headwater.transfer.arena import create_kv_cache
+    from headwater.transfer.device.arena import create_kv_cache
 
 _ROOMS: Final = {
     "AttentionStore": "attention_store",

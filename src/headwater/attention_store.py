@@ -5,10 +5,10 @@ made here. Counts are from `start_block`: `match(tokens, start_block=8).num_bloc
 are there, and nothing of those before. Full blocks only: a partial tail is its reader's own, and enters no shared index
 (rule 9).
 
-It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/slices.py`, a store that blocks
-is bounded by `storage/calls.py`, and the cluster hears through whoever is `Told`. What `write` saw durable and `read`
-saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only the engine
-knows, and says with `flush_index`.
+It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/executor/slices.py`, a store
+that blocks is bounded by `storage/calls.py`, and the cluster hears through whoever is `Told`. What `write` saw durable
+and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only
+the engine knows, and says with `flush_index`.
 
 Index-only: no data goes to the store or comes from it, and it is not even asked; `match`, `read` and `write` say so,
 `flush_index` works. So an index can be kept true for a router where nobody has a pool.
@@ -32,11 +32,11 @@ from headwater.residency.events import TIERS
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.calls import Calls
 from headwater.storage.pending import CallEnd
-from headwater.transfer.pages import PagePool
-from headwater.transfer.row import Reached, Why
-from headwater.transfer.slices import Slices
-from headwater.transfer.staging import Staging
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.slices import Slices
+from headwater.transfer.executor.staging import Staging
+from headwater.transfer.executor.tier import Naming
 
 _INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
 

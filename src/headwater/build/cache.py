@@ -25,13 +25,13 @@ from headwater.residency.publisher import Publisher
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
 from headwater.storage.recording import FileRecorder
 from headwater.storage.resharded import SIZES, ReshardedStore
-from headwater.transfer.ranks import Ranks
-from headwater.transfer.seats import Seat
-from headwater.transfer.worker import Worker
+from headwater.transfer.executor.worker import Worker
+from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.seats import Seat
 
 if TYPE_CHECKING:
     from headwater.layout.spec import KVLayout
-    from headwater.transfer.staging import Staging
+    from headwater.transfer.executor.staging import Staging
 
 
 def open_cache(

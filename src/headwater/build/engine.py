@@ -26,7 +26,7 @@ from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.tier import Naming
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headwater.engine.request import Defaults
     from headwater.engine.tokenizer import Tokenizer
     from headwater.layout.spec import KVLayout
-    from headwater.transfer.arena import DeviceCache
+    from headwater.transfer.device.arena import DeviceCache
 from headwater.build.cache import open_cache, open_publisher, open_recorder
 from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
 from headwater.build.tiered import open_staging
@@ -87,7 +87,7 @@ def open_engine(
     from headwater.engine.engine import Engine, EngineConfig
     from headwater.engine.loader import find_device, load_defaults, load_tokenizer, plan_model
     from headwater.engine.request import Defaults
-    from headwater.transfer.arena import create_kv_cache
+    from headwater.transfer.device.arena import create_kv_cache
 
     metrics = metrics if metrics is not None else Metrics()
     tokenizer = load_tokenizer(config.model)
@@ -161,7 +161,7 @@ def _open_handoffs(
 ) -> "tuple[Handoffs, PoolReceiver | None]":
     """What a prefill or a decode node hands KV over with: pages of its own, in lanes, between device and pool."""
     from headwater.engine.handoffs import Handoffs
-    from headwater.transfer.staging import TorchStaging  # with torch, as the engine
+    from headwater.transfer.executor.staging import TorchStaging  # with torch, as the engine
 
     layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
     page = frame_bytes(layout.plane_bytes)

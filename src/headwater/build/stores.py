@@ -20,7 +20,7 @@ from headwater.storage.local.slab import Progress
 
 if TYPE_CHECKING:
     from headwater.layout.spec import KVLayout
-    from headwater.transfer.arena import HostCache
+    from headwater.transfer.device.arena import HostCache
 
 log = logging.getLogger("headwater")
 
@@ -137,17 +137,17 @@ def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | 
         limit = LocalStoreConfig(directory=path, limit_bytes=DISK_BYTES if new else None)
         return open_local(limit, metrics=metrics, progress=progress)
     if kind == "redis":
-        from headwater.storage.redis import RedisStore  # sockets and TLS, for who has a server
+        from headwater.storage.redis.store import RedisStore  # sockets and TLS, for who has a server
 
         return RedisStore(url)
-    from headwater.storage.mooncake import MooncakeStore  # an extra
+    from headwater.storage.mooncake.store import MooncakeStore  # an extra
 
     return MooncakeStore(url)
 
 
 def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics | None = None) -> "HostCache | None":
     """Host memory for pages, or None, said in the log: then the tier is disabled, and the rest goes on."""
-    from headwater.transfer.arena import create_host_cache  # torch takes a second to load; stores do without
+    from headwater.transfer.device.arena import create_host_cache  # torch takes a second to load; stores do without
 
     try:
         return create_host_cache(page, num_pages)

@@ -18,8 +18,8 @@ from headwater.storage.base import Store
 from headwater.storage.local.slab import Progress
 
 if TYPE_CHECKING:
-    from headwater.transfer.arena import DeviceCache
-    from headwater.transfer.staging import TorchStaging
+    from headwater.transfer.device.arena import DeviceCache
+    from headwater.transfer.executor.staging import TorchStaging
 
 _PAGES: Final = 256  # of host memory through which blocks travel, at most, and
 _BYTES: Final = 256 << 20  # but at least
@@ -76,7 +76,7 @@ def open_staging(
     device: "DeviceCache", stores: Mapping[str, Store], stack: ExitStack, *, metrics: Metrics
 ) -> "TorchStaging | None":
     """Host pages through which blocks travel. None without stores, or, said in the log, without memory for pages."""
-    from headwater.transfer.staging import TorchStaging  # torch takes a second to load; stores do without
+    from headwater.transfer.executor.staging import TorchStaging  # torch takes a second to load; stores do without
 
     if not stores:
         return None

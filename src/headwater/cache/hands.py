@@ -12,7 +12,7 @@ from headwater.core.errors import InvalidInput
 
 
 class Hands(Protocol):
-    """Who carries instructions out (`transfer/worker.py`). Reports through the callback it was given."""
+    """Who carries instructions out (`transfer/executor/worker.py`). Reports through the callback it was given."""
 
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Begin jobs, or cancel them. Does not block."""

@@ -5,8 +5,8 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 """
 
 from headwater.cli import bench_vllm, fleet, prove, serve, store
-from headwater.cli.app import app
 from headwater.cli.bench import bench
+from headwater.cli.main import app
 from headwater.cli.pool import pool
 
 __all__ = ["app"]

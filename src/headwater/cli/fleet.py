@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from headwater import config
-from headwater.cli.app import app
+from headwater.cli.main import app
 from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role

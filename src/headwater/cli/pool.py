@@ -30,7 +30,7 @@ def pool_up(
 ) -> None:
     """Start a master and a client in the background, unless they run; say how to use them."""
     from headwater.pool import local
-    from headwater.storage.mooncake_config import parse_size
+    from headwater.storage.mooncake.config import parse_size
 
     found = local.up(directory or config.default_pool_directory(), segment_bytes=parse_size(size))
     print_json({"command": "pool up", **found.document()}) if as_json else draw.pool(found)

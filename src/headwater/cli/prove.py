@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headwater import config
-from headwater.cli.app import app
+from headwater.cli.main import app
 from headwater.cli.options import Json, print_json, write_json
 from headwater.core.errors import InvalidConfig
 from headwater.lab import draw

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headwater import config
-from headwater.cli.app import app
+from headwater.cli.main import app
 from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey

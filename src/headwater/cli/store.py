@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headwater import config
 from headwater.build import open_local
-from headwater.cli.app import app
+from headwater.cli.main import app
 from headwater.cli.options import Directory, Json, print_json
 from headwater.core.errors import InvalidConfig, StoreBusy, StoreError
 from headwater.lab import draw

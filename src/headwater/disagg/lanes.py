@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from headwater.core.errors import InvalidConfig
 from headwater.disagg.outcome import Reason
 from headwater.storage.base import Deadline
-from headwater.transfer.pages import PagePool
-from headwater.transfer.staging import Staging
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.staging import Staging
 
 if TYPE_CHECKING:
-    from headwater.transfer.wire import Digests
+    from headwater.transfer.device.wire import Digests
 
 _LOOK_S = 0.05  # between looks whether somebody who waits is still wanted
 

@@ -30,9 +30,9 @@ from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
 from headwater.storage.verified import VerifiedStore
-from headwater.transfer.slices import Slices
-from headwater.transfer.staging import Staging
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.slices import Slices
+from headwater.transfer.executor.staging import Staging
+from headwater.transfer.executor.tier import Naming
 
 _BACK_ON_S = 10.0  # a pool that gave nothing but bad pages is read again after so long
 

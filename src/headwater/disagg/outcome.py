@@ -7,7 +7,7 @@ from typing import Any, Final
 from headwater.disagg.protocol import Ticket
 from headwater.storage.base import GetStatus, PutStatus
 from headwater.storage.pending import CallEnd, Pending
-from headwater.transfer.row import Reached, Why
+from headwater.transfer.executor.row import Reached, Why
 
 NOT_FINITE: Final = "not_finite"  # the code of an error: the model computed NaN or infinity
 READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about

@@ -22,7 +22,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.calls import Calls
 from headwater.storage.verified import VerifiedStore
-from headwater.transfer.row import Lease
+from headwater.transfer.executor.row import Lease
 
 
 def require_tails(layout: KVLayout) -> None:

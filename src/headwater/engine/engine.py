@@ -45,7 +45,7 @@ from headwater.engine.pace import Pace
 from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, Usage
 from headwater.engine.sampler import Chosen, choose
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 log = logging.getLogger("headwater")
 

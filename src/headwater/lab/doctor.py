@@ -39,8 +39,8 @@ from headwater.storage.verified import VerifiedStore
 if TYPE_CHECKING:
     import torch
 
-    from headwater.transfer.copy_engine import CopyEngine
-    from headwater.transfer.wire import Direction
+    from headwater.transfer.device.copy_engine import CopyEngine
+    from headwater.transfer.device.wire import Direction
 
 OK: Final = "ok"
 WARN: Final = "warn"
@@ -236,7 +236,7 @@ def _link() -> Check:
 
 def _pinned_memory() -> Check:
     """What everything else falls back to: without it there is no host tier."""
-    from headwater.transfer.arena import create_host_cache
+    from headwater.transfer.device.arena import create_host_cache
 
     try:
         create_host_cache(_TRY_BYTES, 1).close()
@@ -247,7 +247,7 @@ def _pinned_memory() -> Check:
 
 def _registered_slab() -> Check:
     """A store's own memory, which blocks are copied from and to directly."""
-    from headwater.transfer.cuda import pin
+    from headwater.transfer.device.cuda import pin
 
     name, hint = "registered tmpfs", f"blocks go through pinned pages instead, slower; {_LOCK_HINT}"
     if not directory.is_memory(_SHARED_MEMORY) or directory.free_bytes(_SHARED_MEMORY) < _TRY_BYTES:
@@ -267,8 +267,8 @@ def _registered_slab() -> Check:
 
 def _engine(device: "torch.device") -> Check:
     """Blocks of an odd layout to the host and back into others, their digests as xxhash has them."""
-    from headwater.transfer.arena import create_host_cache, create_kv_cache
-    from headwater.transfer.copy_engine import CopyEngine
+    from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+    from headwater.transfer.device.copy_engine import CopyEngine
 
     name = "copy kernels" if device.type == "cuda" else "copy engine"
     hint = (
@@ -304,8 +304,8 @@ def _engine(device: "torch.device") -> Check:
 
 def _choices(device: "torch.device") -> list[Check]:
     """What the copy engine measures when it starts, and how it goes on."""
-    from headwater.transfer.arena import create_host_cache, create_kv_cache
-    from headwater.transfer.copy_engine import CopyEngine
+    from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+    from headwater.transfer.device.copy_engine import CopyEngine
 
     layout = opaque_layout([_PLANE_BYTES] * _PLANES, block_tokens=64)
     with ExitStack() as stack:
@@ -328,8 +328,8 @@ def copies(device: "torch.device") -> list[Copied]:
     """A short table: one contiguous copy, the copy engine, and a copy per block and plane, in turns. CUDA only."""
     from headwater.lab.bench.copy_course import NAMES, cut_frames, frame_stride
     from headwater.lab.bench.copy_paths import Limit, Pieces
-    from headwater.transfer.arena import create_host_cache, create_kv_cache
-    from headwater.transfer.copy_engine import CopyEngine
+    from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+    from headwater.transfer.device.copy_engine import CopyEngine
 
     layout = opaque_layout([_PLANE_BYTES] * _PLANES, block_tokens=64)
     most = max(_COPIED_BLOCKS)

@@ -23,8 +23,8 @@ from headwater.layout.frame import Fault, PageMeta, frame_bytes, seal, verify
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.mooncake import MooncakeStore
-from headwater.storage.mooncake_config import P2P, MooncakeConfig, address, parse_url
-from headwater.storage.mooncake_watch import knock
+from headwater.storage.mooncake.config import P2P, MooncakeConfig, address, parse_url
+from headwater.storage.mooncake.watch import knock
 
 OK: Final = "ok"
 WARN: Final = "warn"
@@ -152,7 +152,7 @@ def _page() -> tuple[PageMeta, memoryview]:
 
 
 def _load_only() -> Iterator[Finding]:
-    from headwater.storage.mooncake_engine import load
+    from headwater.storage.mooncake.engine import load
 
     try:
         load()

@@ -21,8 +21,8 @@ from headwater.pool.process import Process, spawn
 from headwater.pool.servers import LOOPBACK, QUIET, client_command, free_port, master_command
 from headwater.storage.base import Deadline
 from headwater.storage.local.directory import available_memory, boot_id
-from headwater.storage.mooncake_config import MIN_SEGMENT_BYTES, SCHEME
-from headwater.storage.mooncake_watch import knock
+from headwater.storage.mooncake.config import MIN_SEGMENT_BYTES, SCHEME
+from headwater.storage.mooncake.watch import knock
 
 DEFAULT_BYTES: Final = 2 << 30
 _STATE: Final = "pool.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from headwater.core.errors import StoreUnavailable
-from headwater.storage.mooncake_config import P2P
+from headwater.storage.mooncake.config import P2P
 
 LOOPBACK: Final = "127.0.0.1"
 # Of the environment: print what went wrong and no more.

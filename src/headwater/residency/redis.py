@@ -21,7 +21,7 @@ from headwater.residency.base import Found, Node, Residency, holder, prefixes, r
 from headwater.residency.events import TIERS, Applied, Update, require
 from headwater.residency.redis_scripts import LOOKUP, REMEMBERED_MS, UPDATE
 from headwater.storage.base import Deadline
-from headwater.storage.redis_lines import RedisError, RedisLines, Refused
+from headwater.storage.redis.lines import RedisError, RedisLines, Refused
 
 _ENTRY_BYTES: Final = 9
 _POOL_AT: Final = list(TIERS).index("pool")

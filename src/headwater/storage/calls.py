@@ -5,8 +5,8 @@ A store that keeps deadlines by itself answers, late pages and all, as it would 
 memory stay with the call until it returns, and what it then says is not heard. A circuit breaker (`core/breaker.py`)
 stands before it all: a store that is down is asked by one call at a time, and everybody else is answered at once.
 
-Not here: what the bytes mean, whose pages they are, in which order slices go (`transfer/slices.py`). Calls does not own
-the store: close it after `close` said True. `storage/bounded.py` is the same as a plain Store.
+Not here: what the bytes mean, whose pages they are, in which order slices go (`transfer/executor/slices.py`). Calls
+does not own the store: close it after `close` said True. `storage/bounded.py` is the same as a plain Store.
 
 Invariants:
 - Every call that was submitted is answered once, by its deadline + `grace_s` and what a lock takes: one answer per

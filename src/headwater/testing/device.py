@@ -1,4 +1,4 @@
-"""A device and its staging in plain numpy: what `transfer/worker.py` needs of torch and of a GPU, without either.
+"""A device and its staging in plain numpy: what an executor needs of torch and of a GPU, without either.
 
 Hooks are called before each block is copied, with what goes where: a test waits there, or raises. What was copied is
 recorded, block by block, in the order it happened.

@@ -19,8 +19,8 @@ from headwater.pool.local import summary
 from headwater.pool.process import Process, spawn
 from headwater.pool.servers import LOOPBACK, QUIET, client_command, free_port, master_command
 from headwater.storage.base import Deadline
-from headwater.storage.mooncake_config import MooncakeConfig
-from headwater.storage.mooncake_watch import knock
+from headwater.storage.mooncake.config import MooncakeConfig
+from headwater.storage.mooncake.watch import knock
 
 
 class MooncakePool:

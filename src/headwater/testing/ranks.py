@@ -34,9 +34,9 @@ from headwater.storage.base import Store
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.testing.processes import freeze
-from headwater.transfer.rank_link import connect_rank
-from headwater.transfer.rank_server import serve_rank
-from headwater.transfer.seats import Page, Seat
+from headwater.transfer.ranks.link import connect_rank
+from headwater.transfer.ranks.seats import Page, Seat
+from headwater.transfer.ranks.server import serve_rank
 
 TOKENS: Final = 4
 _MODULE: Final = "headwater.testing.ranks"  # this one, run in a process of its own

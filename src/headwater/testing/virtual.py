@@ -1,8 +1,8 @@
 """An engine and its hands in virtual time: the production brain, jobs, stores and verification, without a thread.
 
-`VirtualHands` runs the code of `transfer/jobs.py` when it is told to, one job at a time, in any order, as late as one
-likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is what an
-engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether the
+`VirtualHands` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as late
+as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is what
+an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether the
 bytes that the cache gives it are those.
 """
 
@@ -24,12 +24,12 @@ from headwater.storage.base import Clock, Store
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.courtesy import Courtesy
-from headwater.transfer.jobs import Hands
-from headwater.transfer.ledger import JobState, Ledger
-from headwater.transfer.pages import PagePool
-from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import JobTrouble
+from headwater.transfer.executor.courtesy import Courtesy
+from headwater.transfer.executor.jobs import Hands
+from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.trouble import JobTrouble
 
 BLOCK_TOKENS: Final = 16
 LAYOUT: Final = opaque_layout((40, 24), BLOCK_TOKENS)

@@ -24,7 +24,7 @@ from headwater.engine.attention.mla import ROPE_ORDER, Queries, attend_latents, 
 from headwater.engine.step import Group, Step
 from headwater.layout.dsa import dsa_layout, dsa_plain_layout
 from headwater.layout.spec import INDEXER, KEY, DType, KVLayout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 _ELEMENTS: Final = 1 << 26  # of the largest temporary: scores of all indexer heads, or the chosen rows
 

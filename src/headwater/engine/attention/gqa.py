@@ -17,7 +17,7 @@ from headwater.engine.attention.quantise import dequantise_heads, quantise_heads
 from headwater.engine.step import Group, Step
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.spec import KEY, KEY_SCALE, VALUE, VALUE_SCALE, DType, KVLayout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 _Stored: TypeAlias = tuple[Tensor, ...]  # one tensor per role: values, and scales where there are any
 

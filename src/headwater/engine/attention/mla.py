@@ -20,7 +20,7 @@ from headwater.engine.attention.base import TORCH_DTYPE, causal_attention, read_
 from headwater.engine.step import Group, Step
 from headwater.layout.mla import mla_layout
 from headwater.layout.spec import LATENT, DType, KVLayout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 # Rotary keys lie as `models/rope.py` leaves them, whatever order the weights have; an engine that keeps pairs together
 # would read them wrongly, and layouts look alike.

@@ -14,7 +14,7 @@ import torch
 
 from headwater.core.identity import CacheIdentity
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from headwater.engine.models.rope import Rope, Rotation
 from headwater.engine.models.settings import Settings
 from headwater.engine.step import Limits, Step, plan
 from headwater.layout.spec import DType
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from headwater.engine.models.settings import Settings
 from headwater.engine.models.unbuilt import refuse_unbuilt
 from headwater.engine.step import Step
 from headwater.layout.spec import DType
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 _NORM_EPS: Final = 1e-6  # of the norms inside attention; the config's is for those around it
 

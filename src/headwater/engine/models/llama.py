@@ -15,7 +15,7 @@ from headwater.engine.models.rope import Rotation, read_rope
 from headwater.engine.models.settings import Settings
 from headwater.engine.models.unbuilt import refuse_unbuilt
 from headwater.engine.step import Step
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 
 def build_llama(config: Settings, weights: Weights, options: Options) -> Network:

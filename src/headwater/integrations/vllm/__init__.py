@@ -7,7 +7,7 @@ vLLM owns the device: it allocates blocks, shares them between requests and evic
 processes. So brain and hands are in different processes, and talk through vLLM's own steps:
 
     EngineCore: `scheduler.py`                    each worker: `worker.py`
-    the brain (`cache/lent.py`), which lends      the hands (`transfer/worker.py`) on the KV tensors that vLLM
+    the brain (`cache/lent.py`), which lends      the hands (`transfer/executor/worker.py`) on the KV tensors that vLLM
     vLLM's blocks instead of counting slots       registered (`registered.py`), and the stores
          |   -- jobs, with the step's metadata -->   |
          |   <-- events, with the step's output --   |

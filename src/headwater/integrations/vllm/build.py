@@ -39,14 +39,14 @@ from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Deadline, Store
 from headwater.storage.local import directory
-from headwater.transfer.populate import populate
-from headwater.transfer.ranks import Ranks
-from headwater.transfer.seats import Seat
-from headwater.transfer.worker import Worker
+from headwater.transfer.device.populate import populate
+from headwater.transfer.executor.worker import Worker
+from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.seats import Seat
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.registered import RowsCache
-    from headwater.transfer.staging import TorchStaging
+    from headwater.transfer.executor.staging import TorchStaging
 
 log: Final = logging.getLogger("headwater")
 
@@ -200,7 +200,7 @@ def open_worker(
     `overlapping`: steps that vLLM begins before it has heard of the first of them. `metrics`: what its stores count in,
     if they are open already.
     """
-    from headwater.transfer.staging import TorchStaging
+    from headwater.transfer.executor.staging import TorchStaging
 
     metrics = metrics if metrics is not None else Metrics()
     stack = ExitStack()

@@ -2,7 +2,7 @@
 
 What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
 (`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
-what all of them agree on (`transfer/verdict.py`). Nothing is timed here: each worker ends its jobs by itself.
+what all of them agree on (`transfer/ranks/verdict.py`). Nothing is timed here: each worker ends its jobs by itself.
 
 Looks are done here, by `eyes`: a worker without pages that has the same stores open. The stores of a node are shared by
 its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
@@ -36,7 +36,7 @@ from headwater.core.events import (
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm.metadata import Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
-from headwater.transfer.verdict import Answer, agree, num_good
+from headwater.transfer.ranks.verdict import Answer, agree, num_good
 
 DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
 _CATCH_UP_S: Final = 5.0
@@ -45,7 +45,7 @@ _MOST_DROPPED: Final = 1 << 16
 
 
 class Eyes(Protocol):
-    """Who asks stores what they have (`transfer/worker.py`)."""
+    """Who asks stores what they have (`transfer/executor/worker.py`)."""
 
     @property
     def deliver(self) -> Callable[[Event], None] | None:

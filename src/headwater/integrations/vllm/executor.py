@@ -1,7 +1,7 @@
 """The executor: a process beside a worker of vLLM, which moves its blocks. vLLM's interpreter has no part in it.
 
     worker of vLLM: `worker.py`                       executor: `executor_main.py`
-    one message per job (`transfer/rank_link.py`) ->  the hands (`transfer/worker.py`), the stores, pinned memory, and
+    one message per job (`transfer/ranks/link.py`) -> the hands (`transfer/executor/`), the stores, pinned memory, and
                               <- what became of it    vLLM's KV tensors, mapped (`registered.py`)
 
 A process of its own has its own interpreter: looking up, verifying and publishing blocks costs tens of microseconds
@@ -34,9 +34,9 @@ from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.shard import Shard
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
-from headwater.transfer.rank_link import RankLink, connect_link
-from headwater.transfer.ranks import Ranks
-from headwater.transfer.seats import Seat
+from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.link import RankLink, connect_link
+from headwater.transfer.ranks.seats import Seat
 
 log: Final = logging.getLogger("headwater")
 

@@ -26,8 +26,8 @@ from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.layout.shard import Shard
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
-from headwater.transfer.rank_server import serve_rank
-from headwater.transfer.seats import Seat
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.server import serve_rank
 
 _KV_S: Final = 1800.0  # for vLLM to have its KV: it compiles meanwhile. Then this one ends, and another can be begun
 _PROVIDED_S: Final = 30.0  # for memory to be provided ahead of that; the rest comes with it

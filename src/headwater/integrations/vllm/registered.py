@@ -23,7 +23,7 @@ import torch
 
 from headwater.core.errors import InvalidLayout
 from headwater.layout.spec import opaque_layout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 Facts: TypeAlias = dict[str, object]
 

@@ -1,10 +1,11 @@
 """The worker's side: the hands on vLLM's KV tensors. Gets its orders with each step, reports with each output.
 
 Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
-and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/worker.py`): vLLM itself never
-gives up waiting. A load whose copy hangs is stuck: its request is given back as failed as a whole (`take_failed`), and
-the scheduler keeps the blocks from vLLM until the copy has ended. A step that waits for such a load itself cannot go
-on, since vLLM would compute into the same blocks: it raises, and the engine stops with a sentence.
+and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/executor/worker.py`): vLLM
+itself never gives up waiting. A load whose copy hangs is stuck: its request is given back as failed as a whole
+(`take_failed`), and the scheduler keeps the blocks from vLLM until the copy has ended. A step that waits for such a
+load itself cannot go on, since vLLM would compute into the same blocks: it raises, and the engine stops with a
+sentence.
 
 Otherwise a step waits for nothing, with one exception: while loads are all that the engine has to do (the scheduler
 says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step waits until
@@ -28,7 +29,7 @@ from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
 from headwater.core.events import Cancel, Copied, Event, Failure, Instruction, JobDone, JobFailed, Load, Save, Stuck
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
-from headwater.transfer.verdict import num_good
+from headwater.transfer.ranks.verdict import num_good
 
 log: Final = logging.getLogger("headwater")
 

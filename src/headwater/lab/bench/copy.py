@@ -30,9 +30,9 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.mla import mla_layout
 from headwater.layout.spec import DType, KVLayout, combine
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.wire import Direction
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.wire import Direction
 
 BLOCKS: Final = (1, 8, 64, 512, 2048)
 CPU_BLOCKS: Final = (1, 8)

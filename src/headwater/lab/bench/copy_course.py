@@ -18,10 +18,10 @@ from headwater.lab.bench.report import Samples
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import PAGE_ALIGNMENT, DeviceCache
-from headwater.transfer.copy_engine import CopyEngine
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.wire import Digests, Direction
+from headwater.transfer.device.arena import PAGE_ALIGNMENT, DeviceCache
+from headwater.transfer.device.copy_engine import CopyEngine
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.wire import Digests, Direction
 
 NAMES: Final = {Direction.OUT: "d2h", Direction.IN: "h2d"}
 _SCATTERED_BLOCKS: Final = (8, 512)

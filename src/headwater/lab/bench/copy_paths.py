@@ -14,9 +14,9 @@ import torch
 
 from headwater.core.errors import InvalidCopy
 from headwater.layout.frame import header_bytes
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.cuda import TO_DEVICE, TO_HOST, copy_calls
-from headwater.transfer.wire import Direction, frame_address
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
+from headwater.transfer.device.wire import Direction, frame_address
 
 _BATCH_SINCE: Final = 13  # the runtime's major version from which on the call has the arguments that are used here
 _IN_STREAM_ORDER: Final = 1

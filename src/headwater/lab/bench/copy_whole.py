@@ -26,8 +26,8 @@ from headwater.layout.spec import KVLayout
 from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.scratch import limit_for, memory_root
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.executor.staging import TorchStaging
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench copy").digest())
 _IDENTITY: Final = hashlib.sha256(b"headwater bench copy identity").digest()

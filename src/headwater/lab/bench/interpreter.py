@@ -24,9 +24,9 @@ from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.storage.base import Store
 from headwater.storage.scratch import limit_for, memory_root
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Digests, Direction, Piece
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.wire import Digests, Direction, Piece
+from headwater.transfer.executor.staging import TorchStaging
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench interpreter").digest())
 _NUM_PLANES: Final = 64  # keys and values of a model of 32 layers

@@ -23,9 +23,9 @@ from headwater.pool.servers import LOOPBACK, QUIET, client_command, free_port, m
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.mooncake import MooncakeStore
-from headwater.storage.mooncake_config import MooncakeConfig
-from headwater.storage.mooncake_engine import address_of
-from headwater.storage.mooncake_watch import knock
+from headwater.storage.mooncake.config import MooncakeConfig
+from headwater.storage.mooncake.engine import address_of
+from headwater.storage.mooncake.watch import knock
 from headwater.storage.scratch import memory_root
 
 NAMES: Final = ("memory", "local", "redis", "mooncake-own", "mooncake-shm", "mooncake-tcp")

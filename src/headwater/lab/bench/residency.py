@@ -10,7 +10,7 @@ from headwater.core.keys import BlockKey
 from headwater.residency.events import Applied, Change, Kind, State, Update
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
-from headwater.storage.redis_lines import RedisError, RedisLines
+from headwater.storage.redis.lines import RedisError, RedisLines
 
 _TIMEOUT_S = 30.0
 _SLICE_BLOCKS = 512

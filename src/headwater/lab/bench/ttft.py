@@ -32,8 +32,8 @@ from headwater.lab.bench.report import Report, Samples, Tell
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Store
 from headwater.storage.scratch import disk_root, limit_for, memory_root
-from headwater.transfer.arena import create_host_cache, create_kv_cache
-from headwater.transfer.staging import TorchStaging
+from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.executor.staging import TorchStaging
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {

@@ -19,8 +19,8 @@ from typing import Final
 
 from headwater.lab.campaigns.pool_fault_worker import DEPTH, FRAME_BYTES, NUM_CHAINS, PLANES, world
 from headwater.storage.base import Deadline
-from headwater.storage.mooncake_config import MooncakeConfig, parse_url
-from headwater.storage.mooncake_engine import Engine, address_of
+from headwater.storage.mooncake.config import MooncakeConfig, parse_url
+from headwater.storage.mooncake.engine import Engine, address_of
 from headwater.testing.pages import SamplePage, sample_page
 
 _UNFINISHED: Final = -703

@@ -33,7 +33,7 @@ from headwater.storage.local.table import RecordState
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.testing.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
-from headwater.transfer.worker import Worker
+from headwater.transfer.executor.worker import Worker
 
 LIMIT_BYTES: Final = 8 << 20
 STEP_S: Final = 5.0  # a step of a process that was not stopped takes longer only if something hangs

@@ -47,7 +47,7 @@ def _haunt_pools(orders: Orders, seed: int) -> None:
 
 
 def _spoil_loads() -> None:
-    from headwater.transfer import staging
+    from headwater.transfer.executor import staging
 
     class Spoiling(staging.TorchStaging):
         """Turns the sign of what it wrote to the device, before anybody hears of it."""

@@ -37,10 +37,10 @@ from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import OpaqueStore
-from headwater.transfer.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.staging import TorchStaging
-from headwater.transfer.wire import Digests
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.wire import Digests
+from headwater.transfer.executor.staging import TorchStaging
 
 FAMILIES: Final = {  # what is verified when no model is given: family of the checkpoint, and how its KV is kept
     "gqa": ("llama", "auto"),

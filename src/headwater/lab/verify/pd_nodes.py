@@ -21,7 +21,7 @@ from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
 from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.request import Finish, Output, Request, Sampling, Sending, Taking, TokenLogprob, Usage
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 NUM_BLOCKS: Final = 256  # on each device: nothing has to leave
 WAIT_S: Final = 60.0

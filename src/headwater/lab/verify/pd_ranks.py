@@ -26,11 +26,11 @@ from headwater.lab.verify.pd_nodes import NUM_BLOCKS, Node
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import Part, byte_ranges, parts
-from headwater.transfer.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
-from headwater.transfer.tier import Naming
+from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
+from headwater.transfer.executor.tier import Naming
 
 if TYPE_CHECKING:
-    from headwater.transfer.wire import Digests
+    from headwater.transfer.device.wire import Digests
 
 TP_SIZE: Final = 2
 _LANES: Final = 2

@@ -21,7 +21,7 @@ from headwater.engine.request import Finish, Sampling
 from headwater.lab.verify.pd_nodes import WAIT_S, Heard, Node
 from headwater.lab.verify.pd_ranks import TP_SIZE, rank_namings
 from headwater.storage.base import Deadline, Store
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.tier import Naming
 
 
 class Different(Exception):

@@ -25,10 +25,10 @@ from headwater.storage.local.families import live_records
 from headwater.storage.local.slab import Slab, read_slab_header
 from headwater.storage.local.table import Table
 from headwater.storage.wrappers import OpaqueStore
-from headwater.transfer import staging
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.copy_lane import Transfer
-from headwater.transfer.wire import Digests
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.wire import Digests
+from headwater.transfer.executor import staging
 
 _SIGN: Final = 0x80  # of the last byte of a float32, little endian, and of every other bfloat16
 _FLOAT_BYTES: Final = 4

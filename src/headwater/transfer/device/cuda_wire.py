@@ -21,10 +21,10 @@ import torch
 from headwater.core.errors import InvalidInput
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.copy import find_planes
-from headwater.transfer.cuda import TO_DEVICE, TO_HOST, copy_calls
-from headwater.transfer.wire import MAX_ROWS, Digests, Direction, Piece
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.copy import find_planes
+from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
+from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, Piece
 
 _ALIGNMENT: Final = 16  # of a row in a buffer on the device: vector loads
 _PLACES, _PLACE_BYTES = 4, 31 << 20
@@ -52,7 +52,7 @@ class CudaWire(ABC):
         copies: bool,
     ) -> None:
         """`copies`: the kernel moves bytes, too."""
-        from headwater.transfer.triton_copy import Launcher, PlaneTable
+        from headwater.transfer.device.triton_copy import Launcher, PlaneTable
 
         # Beside an engine's kernels ours take few processors, for long. In turns with them they take all, and rarely:
         # while one runs nothing else does, and a turn costs as much as a small copy.
@@ -176,7 +176,7 @@ class StagedWire(CudaWire):
         digests: bool = True,
         direct_bytes: int = 0,
     ) -> None:
-        from headwater.transfer.xxh3 import SHORT
+        from headwater.transfer.device.xxh3 import SHORT
 
         num_places = num_places or (_TURN_PLACES if cache.takes_turns else _PLACES)
         most = place_bytes or (_TURN_BYTES if cache.takes_turns else _PLACE_BYTES)

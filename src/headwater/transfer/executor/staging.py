@@ -22,13 +22,13 @@ import numpy as np
 from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
 from headwater.layout.frame import Fault, frame_bytes, promised
 from headwater.layout.spec import KVLayout
-from headwater.transfer.populate import address_of, populate
+from headwater.transfer.device.populate import address_of, populate
 
 if TYPE_CHECKING:
-    from headwater.transfer.arena import DeviceCache, HostCache
-    from headwater.transfer.copy_lane import Transfer
-    from headwater.transfer.cuda import Pin
-    from headwater.transfer.wire import Digests, Direction, Wire
+    from headwater.transfer.device.arena import DeviceCache, HostCache
+    from headwater.transfer.device.copy_lane import Transfer
+    from headwater.transfer.device.cuda import Pin
+    from headwater.transfer.device.wire import Digests, Direction, Wire
 
 log = logging.getLogger("headwater")
 
@@ -108,7 +108,7 @@ class TorchStaging:
 
         `wires`: how bytes move; as the device has it, by default.
         """
-        from headwater.transfer.copy_engine import CopyEngine  # loads torch
+        from headwater.transfer.device.copy_engine import CopyEngine  # loads torch
 
         layout = layout if layout is not None else device.layout
         needed = frame_bytes(layout.plane_bytes)
@@ -199,7 +199,7 @@ class TorchStaging:
             self._pin(memory, address)
 
     def _pin(self, memory: memoryview, address: int) -> bool:
-        from headwater.transfer.cuda import pin
+        from headwater.transfer.device.cuda import pin
 
         with self._pinning:  # two jobs may come at once, and CUDA takes the same memory only once
             if address not in self._pins:

@@ -13,7 +13,7 @@ from headwater.config import WriteConfig
 from headwater.core.events import Save
 from headwater.storage.base import Clock, Deadline
 from headwater.storage.calls import Items
-from headwater.transfer.pages import Account, PagePool
+from headwater.transfer.executor.pages import Account, PagePool
 
 
 class Why(enum.StrEnum):

@@ -50,13 +50,13 @@ from headwater.core.events import (
 )
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.group_job import End, GroupJob
-from headwater.transfer.jobs import check_job
-from headwater.transfer.ledger import Ledger
-from headwater.transfer.roster import RankReport, RankState, Roster
-from headwater.transfer.rota import Rota
-from headwater.transfer.seats import Mortal, Seat, check_seats
-from headwater.transfer.verdict import Verdict
+from headwater.transfer.executor.jobs import check_job
+from headwater.transfer.executor.ledger import Ledger
+from headwater.transfer.ranks.group_job import End, GroupJob
+from headwater.transfer.ranks.roster import RankReport, RankState, Roster
+from headwater.transfer.ranks.rota import Rota
+from headwater.transfer.ranks.seats import Mortal, Seat, check_seats
+from headwater.transfer.ranks.verdict import Verdict
 
 log: Final = logging.getLogger("headwater")
 

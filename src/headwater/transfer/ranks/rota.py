@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from headwater.core.events import Job, Load, Save
 from headwater.layout.shard import is_writer
-from headwater.transfer.group_job import GroupJob
-from headwater.transfer.seats import Page, Seat
+from headwater.transfer.ranks.group_job import GroupJob
+from headwater.transfer.ranks.seats import Page, Seat
 
 
 class Rota:

@@ -23,9 +23,9 @@ import torch
 
 from headwater.core.errors import InvalidConfig, InvalidCopy
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.copy import check_rows, find_planes
-from headwater.transfer.xxh3 import (
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.copy import check_rows, find_planes
+from headwater.transfer.device.xxh3 import (
     LAST_STRIPE,
     SCRAMBLE,
     SHORT,

@@ -27,8 +27,8 @@ from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, St
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta, expiry_ms, parse
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.redis_lines import Command, LineLate, RedisError, RedisLines, Refused, Skipped, Unauthorised
-from headwater.storage.redis_protocol import MAX_VALUE_BYTES
+from headwater.storage.redis.lines import Command, LineLate, RedisError, RedisLines, Refused, Skipped, Unauthorised
+from headwater.storage.redis.protocol import MAX_VALUE_BYTES
 
 _DELETED: Final = {1: DeleteStatus.REMOVED, 0: DeleteStatus.ABSENT}
 _TRIP_BYTES: Final = 256 << 10  # frames in one round trip: with more, reading was slower (measured)

@@ -15,7 +15,7 @@ from typing import Final
 
 from headwater.core.events import Job, Load, Look, Promote, Save
 from headwater.metrics import Metrics
-from headwater.transfer.ledger import JobState, Ledger, Phase
+from headwater.transfer.executor.ledger import JobState, Ledger, Phase
 
 PROMOTIONS: Final = "promotions"  # jobs between two stores have a lane of their own: neither may hold up the other
 RANKS: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first

@@ -33,9 +33,9 @@ from headwater.core.errors import InvalidInput, ResourceClosed, StoreForked
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta, parse
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
-from headwater.storage.mooncake_config import MooncakeConfig, parse_url
-from headwater.storage.mooncake_engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, Engine
-from headwater.storage.mooncake_hands import MooncakeHands, room
+from headwater.storage.mooncake.config import MooncakeConfig, parse_url
+from headwater.storage.mooncake.engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, Engine
+from headwater.storage.mooncake.hands import MooncakeHands, room
 
 _BATCH_PAGES: Final = 512  # of one call of the engine, and
 _BATCH_BYTES: Final = 64 << 20  # at most so many bytes: no gain beyond, and the deadline is looked at in between

@@ -44,14 +44,14 @@ from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.transfer.courtesy import Courtesy
-from headwater.transfer.jobs import Hands, check_job
-from headwater.transfer.lane import PROMOTIONS, RANKS, Lane, lane_of
-from headwater.transfer.ledger import JobState, Ledger, Phase
-from headwater.transfer.pages import PagePool
-from headwater.transfer.staging import Staging
-from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import JobTrouble, has_no_caller
+from headwater.transfer.executor.courtesy import Courtesy
+from headwater.transfer.executor.jobs import Hands, check_job
+from headwater.transfer.executor.lane import PROMOTIONS, RANKS, Lane, lane_of
+from headwater.transfer.executor.ledger import JobState, Ledger, Phase
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.staging import Staging
+from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.trouble import JobTrouble, has_no_caller
 
 log: Final = logging.getLogger("headwater")
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from headwater.core.errors import StoreUnavailable
 from headwater.storage.base import Deadline
-from headwater.storage.redis_protocol import (
+from headwater.storage.redis.protocol import (
     Answers,
     Channel,
     Command,

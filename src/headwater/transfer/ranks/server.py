@@ -15,8 +15,8 @@ from typing import Any, Final
 from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.core.events import Event, Failure, Instruction, Job, JobFailed, decode, encode
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.rank_wire import Incoming, packed
-from headwater.transfer.seats import Seat
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.wire import Incoming, packed
 
 log: Final = logging.getLogger("headwater")
 

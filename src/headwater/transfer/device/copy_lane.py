@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import CopyDamaged, ResourceClosed
-from headwater.transfer.wire import Digests, Piece, Wire
+from headwater.transfer.device.wire import Digests, Piece, Wire
 
 log = logging.getLogger("headwater")
 

@@ -19,8 +19,8 @@ from headwater.core.errors import CopyDamaged, InvalidInput
 from headwater.layout.digest import plane_digest
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
-from headwater.transfer.wire import Digests, Direction, Piece
+from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.wire import Digests, Direction, Piece
 
 SHARED_BYTES: Final = 1 << 20  # of a piece that the helper may take: less is over before it wakes up
 

@@ -23,14 +23,14 @@ from headwater.core.page import PageName
 from headwater.layout.headers import write_headers
 from headwater.storage.base import Addressable, Clock, GetStatus, PutStatus, Reservation
 from headwater.storage.verified import Loan
-from headwater.transfer.courtesy import Courtesy
-from headwater.transfer.ledger import JobState, Ledger
-from headwater.transfer.staging import InPlace, Staging
-from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import StoreTrouble, call, is_trouble, require
+from headwater.transfer.executor.courtesy import Courtesy
+from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.staging import InPlace, Staging
+from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.trouble import StoreTrouble, call, is_trouble, require
 
 if TYPE_CHECKING:
-    from headwater.transfer.copy_lane import Transfer
+    from headwater.transfer.device.copy_lane import Transfer
 
 log: Final = logging.getLogger("headwater")
 

@@ -19,7 +19,7 @@ import torch
 
 from headwater.core.errors import InvalidCopy
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache
 
 Ids: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 

@@ -20,7 +20,7 @@ import torch
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
 from headwater.storage.local.directory import available_memory
-from headwater.transfer.cuda import Pin, pin
+from headwater.transfer.device.cuda import Pin, pin
 
 PAGE_ALIGNMENT: Final = 4096
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Save
 from headwater.core.keys import BlockKey
-from headwater.transfer.seats import Seat
-from headwater.transfer.verdict import Answer, Verdict, agree, num_good
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.verdict import Answer, Verdict, agree, num_good
 
 End = JobDone | JobFailed
 

@@ -23,16 +23,16 @@ from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, GetStatus, PutStatus
 from headwater.storage.sealed import put_sealed
-from headwater.transfer.courtesy import Courtesy
-from headwater.transfer.in_place import InPlaceJobs
-from headwater.transfer.ledger import JobState, Ledger
-from headwater.transfer.pages import Account, PagePool
-from headwater.transfer.staging import Staging
-from headwater.transfer.tier import Naming, Tier
-from headwater.transfer.trouble import JobTrouble, StoreTrouble, call, fill, require
+from headwater.transfer.executor.courtesy import Courtesy
+from headwater.transfer.executor.in_place import InPlaceJobs
+from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.pages import Account, PagePool
+from headwater.transfer.executor.staging import Staging
+from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
 
 if TYPE_CHECKING:
-    from headwater.transfer.wire import Digests
+    from headwater.transfer.device.wire import Digests
 
 Item: TypeAlias = tuple[PageName, memoryview]
 

@@ -38,10 +38,10 @@ from headwater.storage.calls import Calls
 from headwater.storage.pending import CallEnd, Pending
 from headwater.storage.sealed import seal_pages
 from headwater.storage.verified import VerifiedStore
-from headwater.transfer.pages import PagePool
-from headwater.transfer.row import Ended, Lease, Piece, Reached, Row, Why
-from headwater.transfer.staging import Staging
-from headwater.transfer.tier import Naming
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.row import Ended, Lease, Piece, Reached, Row, Why
+from headwater.transfer.executor.staging import Staging
+from headwater.transfer.executor.tier import Naming
 
 log: Final = logging.getLogger("headwater")
 

@@ -29,11 +29,11 @@ import numpy as np
 from headwater.core.errors import InvalidCopy
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
-from headwater.transfer.arena import DeviceCache, Owned
-from headwater.transfer.copy_lane import Cut, Lane, Transfer, tell
-from headwater.transfer.cuda_wire import RunWire, StagedWire, one_run
-from headwater.transfer.torch_wire import TorchWire
-from headwater.transfer.wire import MAX_ROWS, Digests, Direction, Wire, frame_address
+from headwater.transfer.device.arena import DeviceCache, Owned
+from headwater.transfer.device.copy_lane import Cut, Lane, Transfer, tell
+from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
+from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, Wire, frame_address
 
 GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: smaller pieces slow the wire down
 _GROUP_PLACES: Final = 2  # that a group of layers, of all blocks together, fills at least

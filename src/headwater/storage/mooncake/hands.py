@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater.core.errors import StoreUnavailable
 from headwater.storage.base import Deadline
-from headwater.storage.mooncake_engine import INVALID, RPC_FAIL, Engine, address_of
+from headwater.storage.mooncake.engine import INVALID, RPC_FAIL, Engine, address_of
 
 _ALIGNMENT: Final = 4096  # of pages in the buffer: copies to odd places are slow on some machines
 

@@ -31,8 +31,8 @@ import numpy as np
 
 from headwater.core.errors import ResourceClosed, StoreUnavailable
 from headwater.storage.base import Deadline
-from headwater.storage.mooncake_config import MooncakeConfig, address
-from headwater.storage.mooncake_watch import Watch, knock, nobody_listens
+from headwater.storage.mooncake.config import MooncakeConfig, address
+from headwater.storage.mooncake.watch import Watch, knock, nobody_listens
 
 log: Final = logging.getLogger("headwater")
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from headwater.core.events import Failure
 from headwater.metrics import Metrics
-from headwater.transfer.verdict import Blame
+from headwater.transfer.ranks.verdict import Blame
 
 log: Final = logging.getLogger("headwater")
 

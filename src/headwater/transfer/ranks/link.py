@@ -24,8 +24,8 @@ from headwater.core.errors import InvalidInput, RankUnavailable, ResourceClosed
 from headwater.core.events import Event, Instruction, decode, encode
 from headwater.layout.shard import Shard
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.rank_wire import Incoming, packed
-from headwater.transfer.seats import Page, Seat
+from headwater.transfer.ranks.seats import Page, Seat
+from headwater.transfer.ranks.wire import Incoming, packed
 
 log: Final = logging.getLogger("headwater")
 
