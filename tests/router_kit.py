@@ -1,6 +1,6 @@
 """A router as it is served, in front of scripted nodes: real HTTP servers on loopback, whose every byte can be bent.
 
-A node speaks the protocol of `headwater.disagg.router` and answers with tokens that name the node, the attempt and the
+A node speaks the protocol of `headwater.router.router` and answers with tokens that name the node, the attempt and the
 request, so that a test can see whose tokens a client got. What goes wrong, and when, is its script's business. All
 nodes of a world live in one event loop, in one thread.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import httpx2
 
 from fleet_kit import KEY, Signed
-from headwater.disagg.lookup import Lookup
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Authenticator, NotAdmitted, node_called
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
 from headwater.metrics import Metrics
-from headwater.serve.router_server import RouterServer
+from headwater.router.lookup import Lookup
+from headwater.router.router import Router
+from headwater.router.server import RouterServer
+from headwater.router.settings import RouterConfig
 
 WAIT_S = 30.0  # until a test gives up; nothing is measured
 IDENTITY, LAYOUT = "ab" * 32, "cd" * 32

@@ -18,8 +18,8 @@ import typer
 
 from headwater.cli import app
 from headwater.config import ServeConfig, index_only, pd_via, write_config
-from headwater.disagg.settings import RouterConfig
 from headwater.metrics import FAMILIES
+from headwater.router.settings import RouterConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "headwater"

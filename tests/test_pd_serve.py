@@ -28,17 +28,18 @@ from headwater.core.keys import BlockKey, block_keys
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.handoff import PoolReceiver
-from headwater.disagg.lookup import Asking, PrefixLookup
+from headwater.disagg.prompt import Asking
 from headwater.disagg.protocol import decode
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
 from headwater.engine.models.base import Model
 from headwater.engine.request import Sending, Taking, Usage
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Residency
+from headwater.router.lookup import PrefixLookup
+from headwater.router.router import Router
+from headwater.router.server import RouterServer
+from headwater.router.settings import RouterConfig
+from headwater.router.start import open_router, reader
 from headwater.serve.phases import phases_of
-from headwater.serve.router_server import RouterServer
-from headwater.serve.router_start import open_router, reader
 from headwater.serve.server import Server
 from headwater.serve.service import Service
 from headwater.serve.sockets import address, listen

@@ -25,18 +25,18 @@ from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Load, Rates
-from headwater.disagg.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
 from headwater.disagg.events import EventReader, NotEvents, event_of
-from headwater.disagg.gate import Gate
-from headwater.disagg.lookup import Ask, Looker, held_of
-from headwater.disagg.nodes import Came, NodeRefused, NodeTable, Visit
 from headwater.disagg.outcome import Reason
-from headwater.disagg.relay import PREFILL_AGAIN, Trouble, judge
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
-from headwater.disagg.trip import Call, NoAnswer
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder
+from headwater.router.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
+from headwater.router.gate import Gate
+from headwater.router.lookup import Ask, Looker, held_of
+from headwater.router.nodes import Came, NodeRefused, NodeTable, Visit
+from headwater.router.relay import PREFILL_AGAIN, Trouble, judge
+from headwater.router.router import Router
+from headwater.router.settings import RouterConfig
+from headwater.router.trip import Call, NoAnswer
 from router_kit import BEFORE, IDENTITY, LAYOUT, MIDDLE, WAIT_S, Asked, Fault, Node, Stalls, Tokens, World, world
 
 COMPLETIONS = "/v1/completions"
@@ -477,15 +477,15 @@ def test_prompts_that_take_long_to_read_are_no_fault_of_the_index(monkeypatch: p
         return None if body.get("unread") else lambda timeout_s: Held(pool=3)
 
     async def main() -> None:
-        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        monkeypatch.setattr("headwater.router.lookup._READ_S", WAIT_S)
         looker = Looker(lookup, timeout_s=WAIT_S)
         for _ in range(3):
             assert await looker.look("/", {"broken": True}) is None
-        monkeypatch.setattr("headwater.disagg.lookup._READ_S", 0.01)
+        monkeypatch.setattr("headwater.router.lookup._READ_S", 0.01)
         for _ in range(3):
             assert await looker.look("/", {"long": True}) is None  # not waited for
         assert looker.state == "closed"
-        monkeypatch.setattr("headwater.disagg.lookup._READ_S", WAIT_S)
+        monkeypatch.setattr("headwater.router.lookup._READ_S", WAIT_S)
         assert await looker.look("/", {}) == Held(pool=3)
         assert await looker.look("/", {"unread": True}) == Held()  # nobody is known to hold it
         task = asyncio.create_task(looker.look("/", {"long": True}))
@@ -1038,7 +1038,7 @@ def test_the_end_of_the_router_is_told_and_leaves_nothing() -> None:
 
 
 def test_a_router_loads_no_engine() -> None:
-    code = "import sys, headwater.serve.router_server; sys.exit('torch' in sys.modules)"
+    code = "import sys, headwater.router.server; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

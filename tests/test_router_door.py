@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headwater.serve import router_app
+from headwater.router import app as router_app
+from headwater.router.start import reader
 from headwater.serve.errors import ApiError
 from headwater.serve.reading import LargeBody, Routable, large_routable, routable
-from headwater.serve.router_start import reader
 from router_kit import WAIT_S, World, world
 
 COMPLETIONS = "/v1/completions"

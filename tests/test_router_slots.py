@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Load
-from headwater.disagg.choice import NodeFacts, Size, choose_decode, choose_entry
-from headwater.disagg.gate import Gate
-from headwater.disagg.nodes import NodeTable
-from headwater.disagg.relay import Relay, Trouble
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
-from headwater.disagg.trip import Attempt, Call, Phase, Trip
-from headwater.disagg.whole import PARSED_BYTES, WholeAnswer
 from headwater.disagg.width import num_choices, num_prompts
 from headwater.metrics import Metrics
+from headwater.router.choice import NodeFacts, Size, choose_decode, choose_entry
+from headwater.router.gate import Gate
+from headwater.router.nodes import NodeTable
+from headwater.router.relay import Relay, Trouble
+from headwater.router.router import Router
+from headwater.router.settings import RouterConfig
+from headwater.router.trip import Attempt, Call, Phase, Trip
+from headwater.router.whole import PARSED_BYTES, WholeAnswer
 from headwater.serve.reading import large_routable
 from router_kit import IDENTITY, LAYOUT, WAIT_S, world
 
@@ -156,7 +156,7 @@ async def settled() -> None:
 
 
 def test_a_wide_one_lets_as_many_pass_as_it_wants_and_then_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.disagg.gate._MOST_HELD_S", WAIT_S)
+    monkeypatch.setattr("headwater.router.gate._MOST_HELD_S", WAIT_S)
 
     async def main() -> None:
         slots = Slots(0)

@@ -27,19 +27,19 @@ from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
 from headwater.core.role import Role
+from headwater.disagg.headers import ATTEMPT, TIMEOUT
 from headwater.disagg.node_auth import AUTH, Authenticator, node_called
-from headwater.disagg.relay import ATTEMPT, TIMEOUT
 from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
 from headwater.disagg.vllm_ticket import VllmTicket, body_digest
+from headwater.integrations.vllm import node_reading as vllm_reading
+from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
+from headwater.integrations.vllm.node import NodeOptions, VllmNode
 from headwater.metrics import Metrics
-from headwater.serve import vllm_reading
 from headwater.serve.body import parse
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
 from headwater.serve.sockets import setup
-from headwater.serve.vllm_client import Facts, Vllm, VllmGone
-from headwater.serve.vllm_node import NodeOptions, VllmNode
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import SamplePage, items, sample_chain
@@ -332,7 +332,7 @@ def test_who_leaves_ends_what_vllm_does_for_it(stand: Stand) -> None:
 def test_a_vllm_that_is_away_gets_nothing_until_it_is_back_as_itself(
     stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.serve.vllm_node.HEALTH_S", 0.02)
+    monkeypatch.setattr("headwater.integrations.vllm.node.HEALTH_S", 0.02)
 
     async def until(node: VllmNode, *, lost: bool) -> None:
         end = time.monotonic() + 20

@@ -28,15 +28,15 @@ from headwater.core.role import Role
 from headwater.disagg.beat import Beat
 from headwater.disagg.key_file import write_node_key
 from headwater.disagg.node_auth import AUTH, HELLO, Authenticator, NotProven, node_called
-from headwater.disagg.nodes import Came, NameTaken, NodeRefused, NodeTable
 from headwater.disagg.protocol import decode
-from headwater.disagg.relay import Relay
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
 from headwater.disagg.signing import Peer
 from headwater.disagg.used import Use, UsedTickets
 from headwater.engine.models.base import Model
 from headwater.metrics import Metrics
+from headwater.router.nodes import Came, NameTaken, NodeRefused, NodeTable
+from headwater.router.relay import Relay
+from headwater.router.router import Router
+from headwater.router.settings import RouterConfig
 from headwater.serve.beats import Beats
 from router_kit import World, world
 from serve_kit import WAIT_S, directory, model, serving

@@ -54,8 +54,8 @@ def vllm_node(
 ) -> None:
     """Stand before a vLLM server with Headwater's connector, so that our router can use it as a node."""
     from headwater.disagg.key_file import find_node_key
-    from headwater.serve import vllm_start
-    from headwater.serve.vllm_node import NodeOptions
+    from headwater.integrations.vllm import node_start as vllm_start
+    from headwater.integrations.vllm.node import NodeOptions
 
     log_to_stderr()
     where = pool or config.default_pool()
@@ -129,8 +129,8 @@ def router(
 ) -> None:
     """Stand before prefill, decode and mixed nodes: one address for clients, who is asked, and whether again."""
     from headwater.disagg.key_file import find_node_key
-    from headwater.disagg.settings import RouterConfig
-    from headwater.serve import router_start
+    from headwater.router import start as router_start
+    from headwater.router.settings import RouterConfig
 
     log_to_stderr()
     options = RouterConfig(
@@ -166,7 +166,7 @@ def drain(
 ) -> None:
     """Have a router give a node nothing new, so that it can be ended when it has finished what it has."""
     from headwater.disagg.key_file import find_node_key
-    from headwater.serve import operate
+    from headwater.router import operate
 
     config.require_url("an address of a router", router.rstrip("/"))
     found = operate.drain(router.rstrip("/"), node, draining=not back, key=find_node_key(node_key_file))

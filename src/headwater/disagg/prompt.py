@@ -6,7 +6,7 @@ with its own expiry, in stores that keep the first value under a name and cannot
 tail out, or lets one expire, takes it from nobody else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,6 +16,14 @@ from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
 from headwater.disagg.protocol import Tail, Ticket
 
 TICKET_EXTRA: Final = "headwater.ticket"  # the kind of the extra in a tail's key
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A body's prompt in tokens, and whose it is."""
+
+    tokens: Sequence[int]
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@
     -> {"headwater": {"identity", "layout", "block_tokens", "pages"}} in its answer
 
 `pages` are the names of the pages of all full blocks of the prompt, on all ranks, in base64. They may still be on their
-way to the stores: whoever hands the prompt on looks until the pool has them (`serve/vllm_node.py`). Both ends of it are
-here: the engine's connector says it, the node before the engine's server reads it. Pure.
+way to the stores: whoever hands the prompt on looks until the pool has them (`integrations/vllm/node.py`). Both ends of
+it are here: the engine's connector says it, the node before the engine's server reads it. Pure.
 """
 
 import base64

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from headwater.core.errors import NotInstalled
-from headwater.disagg.relay import REQUEST_ID, TIMEOUT
+from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.serve import errors
 from headwater.serve.connections import Connections, Cut, Phase, Visit
 from headwater.serve.errors import ApiError

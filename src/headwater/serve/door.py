@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
+from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import HELLO_PATH, Admitted
-from headwater.disagg.relay import REQUEST_ID, TIMEOUT
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.connection import VISIT

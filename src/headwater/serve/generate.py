@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from headwater.core.errors import NotInstalled
 from headwater.core.role import Role
-from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS
+from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
 from headwater.serve.answer import Answer, ClientLeft, Piece
 from headwater.serve.asked import Asked

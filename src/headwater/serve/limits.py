@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from headwater.config import ServeConfig, is_loopback
 from headwater.core.errors import InvalidConfig
-from headwater.disagg.settings import RouterConfig
 
 log = logging.getLogger("headwater")
 
@@ -28,8 +27,8 @@ SMALL_BYTES: Final = 64 << 10  # a body that everybody may send. A larger one co
 MAX_CONNECTIONS: Final = 1024
 
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@\s]+))(?::[0-9]*)?")
-_LOOPBACK: Final = "127.0.0.1"
-_NUM_BODIES: Final = 16  # of full size, that may be held
+LOOPBACK: Final = "127.0.0.1"
+NUM_BODIES: Final = 16  # of full size, that may be held
 _OTHER_FILES: Final = 256  # descriptors for everything but connections
 
 
@@ -125,24 +124,8 @@ def limits_of(config: ServeConfig, *, bound: str | None = None, max_connections:
     return Limits(
         request_timeout_s=config.request_timeout_s,
         max_connections=max_connections or config.max_connections,
-        bodies_bytes=_NUM_BODIES * config.max_body_bytes,
+        bodies_bytes=NUM_BODIES * config.max_body_bytes,
         hosts=hosts_for(bound or config.host, key=config.api_key, allowed=allowed),
-    )
-
-
-def router_limits(
-    config: RouterConfig,
-    *,
-    bound: str = _LOOPBACK,
-    max_connections: int | None = None,
-    allowed_hosts: Iterable[str] = (),
-) -> Limits:
-    """The limits of a router that is bound to that address."""
-    return Limits(
-        request_timeout_s=config.request_timeout_s,
-        max_connections=max_connections or MAX_CONNECTIONS,
-        bodies_bytes=_NUM_BODIES * config.max_body_bytes,
-        hosts=hosts_for(bound, key=config.api_key, allowed=allowed_hosts),
     )
 
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -31,7 +32,6 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.serve.errors import ApiError, too_large_to_read
 from headwater.serve.readers import FAILED, READ, REFUSED, SIZE
 from headwater.serve.reading import Reader, large_routable
-from headwater.serve.vllm_reading import READS
 
 _Calls: TypeAlias = Mapping[str, Callable[..., object]]
 
@@ -76,7 +76,8 @@ def main() -> None:
 def _calls(options: Mapping[str, Any]) -> _Calls:
     """What can be asked for."""
     if "directory" not in options:
-        return {"routable": large_routable, **READS}
+        others = import_module(options["reads"]).READS if "reads" in options else {}
+        return {"routable": large_routable, **others}
     directory = Path(options["directory"])
     if directory_digest(directory) != options["digest"]:
         raise InvalidInput(f"{directory} is not what it was when the server started: start the server again")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from headwater.disagg.lookup import Asking
+from headwater.disagg.prompt import Asking
 from headwater.disagg.width import num_prompts
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import errors

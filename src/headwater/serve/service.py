@@ -24,7 +24,7 @@ from typing import Any, Final
 from headwater.build import Running
 from headwater.config import ServeConfig, default_node
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
-from headwater.disagg.relay import ATTEMPT
+from headwater.disagg.headers import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull

@@ -1,6 +1,6 @@
 """What routers ask of a node: a prompt's ticket (`/pd/prefill`), and the answer to one (`/pd/decode`).
 
-The protocol is in `disagg/router.py`. A prefill node says a ticket only when the pool has every block; a decode node
+The protocol is in `router/router.py`. A prefill node says a ticket only when the pool has every block; a decode node
 begins to answer only when it has them all, and says in OpenAI's shapes what a mixed node would say (`generate.py`).
 
 Invariants: what a ticket may not do is refused before the engine hears of it; one that nobody with the fleet's key has

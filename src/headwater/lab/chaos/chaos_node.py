@@ -135,7 +135,7 @@ def main() -> None:
     import headwater.engine.engine
     import headwater.engine.handoffs
     import headwater.engine.loader
-    import headwater.serve.router_start
+    import headwater.router.start
     import headwater.serve.start  # noqa: F401  what takes long, once
 
     torch.set_num_threads(1)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from headwater.core.errors import HeadwaterError, NotInstalled
-from headwater.disagg.relay import REQUEST_ID
+from headwater.disagg.headers import REQUEST_ID
 from headwater.disagg.told_pages import TELL, read_pages
+from headwater.integrations.vllm.node_reading import ENDPOINTS
 from headwater.serve.door import HEALTH, MODELS
-from headwater.serve.vllm_reading import ENDPOINTS
 
 try:
     import httpx2

@@ -8,7 +8,7 @@ vLLM runs with HeadwaterConnector and the same pool. Its answer to a prefill say
 not by the deadline. The last, partial block is not handed over: vLLM saves whole blocks, so decode computes the rest of
 the prompt, and the first token too. What decode cannot load, vLLM computes: so its answer is always a whole one.
 
-Not here: what is loaded or saved (the connector's business), which node is asked (`disagg/router.py`).
+Not here: what is loaded or saved (the connector's business), which node is asked (`router/router.py`).
 
 Invariants: every exchange with vLLM ends with its client's connection or its deadline, and is closed; a token of vLLM's
 is never followed by a status; a vLLM that does not answer, or is another one than at the start, takes nothing new. Work
@@ -28,11 +28,14 @@ from typing import Any, Final, TypeAlias
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
+from headwater.disagg.headers import ATTEMPT, POOL_SECONDS
 from headwater.disagg.outcome import Reason
-from headwater.disagg.relay import ATTEMPT, POOL_SECONDS
 from headwater.disagg.told_pages import read_pages
 from headwater.disagg.used import Use, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket
+from headwater.integrations.vllm import node_reading
+from headwater.integrations.vllm.client import HEALTH_S, Facts, Vllm, VllmGone, read
+from headwater.integrations.vllm.node_reading import ENDPOINTS, Work
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
@@ -42,8 +45,6 @@ from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
 from headwater.serve.pool_looks import PoolLooks
 from headwater.serve.readers import Readers
-from headwater.serve.vllm_client import HEALTH_S, Facts, Vllm, VllmGone, read
-from headwater.serve.vllm_reading import ENDPOINTS, READS, Work
 from headwater.storage.base import Store
 
 try:
@@ -126,7 +127,12 @@ class VllmNode:
         self.options = options
         self.limits = limits or Limits(request_timeout_s=options.request_timeout_s)
         self.bodies = Bodies(self.limits)
-        self.readers = Readers(READS, max_body_bytes=_BODY_BYTES, max_waiting=self.limits.max_unread)
+        self.readers = Readers(
+            node_reading.READS,
+            max_body_bytes=_BODY_BYTES,
+            max_waiting=self.limits.max_unread,
+            reads=node_reading.__name__,
+        )
         self.facts = facts
         self.metrics = metrics
         self.stopping = False

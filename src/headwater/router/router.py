@@ -2,7 +2,7 @@
 
 What happens to one request: a look into the residency index, bounded (`lookup.py`); a place in line until some node has
 room for all its answers (`gate.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and
-perhaps again. Not here: HTTP towards clients (`serve/router_app.py`), who is there (`nodes.py`).
+perhaps again. Not here: HTTP towards clients (`router/app.py`), who is there (`nodes.py`).
 
 Invariants:
 - Every request ends by its deadline: with an answer, or with an error that says why.
@@ -94,17 +94,17 @@ from urllib.parse import urlsplit
 
 from headwater.config import is_loopback
 from headwater.core.role import Role
-from headwater.disagg.asking import Asker
 from headwater.disagg.beat import Beat
-from headwater.disagg.choice import Candidate, Choice, choose_decode, choose_entry
 from headwater.disagg.events import event_of
-from headwater.disagg.gate import Gate
-from headwater.disagg.lookup import Looker, Lookup
-from headwater.disagg.nodes import Came, NodeRefused, NodeTable, Visit
-from headwater.disagg.relay import Relay, Trouble, Unanswered
-from headwater.disagg.settings import RouterConfig
-from headwater.disagg.trip import Call, Client, NoAnswer, Outcome, Trip
 from headwater.metrics import Metrics
+from headwater.router.asking import Asker
+from headwater.router.choice import Candidate, Choice, choose_decode, choose_entry
+from headwater.router.gate import Gate
+from headwater.router.lookup import Looker, Lookup
+from headwater.router.nodes import Came, NodeRefused, NodeTable, Visit
+from headwater.router.relay import Relay, Trouble, Unanswered
+from headwater.router.settings import RouterConfig
+from headwater.router.trip import Call, Client, NoAnswer, Outcome, Trip
 
 log: Final = logging.getLogger("headwater")
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from headwater.core.errors import NotInstalled
-from headwater.disagg.router import Router
+from headwater.router.app import create_router_app
+from headwater.router.limits import router_limits
+from headwater.router.router import Router
 from headwater.serve.connections import Connections
-from headwater.serve.limits import Limits, router_limits
-from headwater.serve.router_app import create_router_app
+from headwater.serve.limits import Limits
 from headwater.serve.sockets import receive_on, setup
 
 try:

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from headwater.disagg.trip import Trip, with_usage
+from headwater.router.trip import Trip, with_usage
 
 PARSED_BYTES: Final = 64 << 10  # an answer up to there is read as a whole; of a larger one, so much of the end
 

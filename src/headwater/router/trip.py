@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from headwater.core.errors import HeadwaterError
-from headwater.disagg.choice import Candidate, Choice, Held, Size
-from headwater.disagg.nodes import Visit
-from headwater.disagg.relay import Unanswered
 from headwater.disagg.width import num_choices
+from headwater.router.choice import Candidate, Choice, Held, Size
+from headwater.router.nodes import Visit
+from headwater.router.relay import Unanswered
 
 _NUM_SHOWN: Final = 16  # decisions of one trip
 _WANTED: Final = 128  # tokens, where the client does not say

@@ -26,6 +26,7 @@ from typing import Any, Final
 from headwater.core.errors import HeadwaterError, NotInstalled
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
+from headwater.disagg.headers import ATTEMPT, REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import NotProven, node_called
 from headwater.disagg.outcome import NOT_FINITE
 from headwater.disagg.signing import Peer
@@ -34,12 +35,6 @@ try:
     import httpx2
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
-
-REQUEST_ID: Final = "x-request-id"
-ATTEMPT: Final = "x-headwater-attempt"
-TIMEOUT: Final = "x-headwater-timeout-s"
-POOL_SECONDS: Final = "x-headwater-pool-s"
-FIRST_SECONDS: Final = "x-headwater-first-s"
 
 # What a decode node may say of the pages that a ticket names, where only another prefill helps; all else that goes
 # wrong with its reading is its own, and another node may do better.

@@ -14,14 +14,14 @@ from headwater.config import default_node, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, NotInstalled
 from headwater.disagg.beat import Beat, Load, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
+from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
+from headwater.integrations.vllm.node import NodeOptions, VllmNode
 from headwater.metrics import Metrics
 from headwater.serve.beats import Beats
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
 from headwater.serve.sockets import address, listen, receive_on, setup
-from headwater.serve.vllm_client import Facts, Vllm, VllmGone
-from headwater.serve.vllm_node import NodeOptions, VllmNode
 from headwater.storage.base import Store
 
 try:

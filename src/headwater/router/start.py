@@ -13,19 +13,21 @@ from pathlib import Path
 from headwater.build import open_residency
 from headwater.config import MEMORY_URL, ResidencyConfig, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.disagg.lookup import Asking, PrefixLookup
-from headwater.disagg.router import Router
-from headwater.disagg.settings import RouterConfig
+from headwater.disagg.prompt import Asking
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
+from headwater.router.limits import router_limits
+from headwater.router.lookup import PrefixLookup
+from headwater.router.router import Router
+from headwater.router.server import RouterServer
+from headwater.router.settings import RouterConfig
 from headwater.serve.asked import Messages, salt_of
 from headwater.serve.body import Fields
 from headwater.serve.errors import ApiError
 from headwater.serve.keep import keep_what_is_here
-from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections, router_limits
+from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections
 from headwater.serve.prompts import encode
 from headwater.serve.reading import APIS, LargeBody
-from headwater.serve.router_server import RouterServer
 from headwater.serve.sockets import address, curl, listen
 
 log = logging.getLogger("headwater")

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from headwater.disagg.events import event_of
-from headwater.disagg.nodes import NodeTable, Visit
+from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
-from headwater.disagg.relay import FIRST_SECONDS, POOL_SECONDS, Heard, Hop, Relay, Trouble, Unanswered
-from headwater.disagg.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
-from headwater.disagg.whole import WholeAnswer
 from headwater.metrics import Metrics
+from headwater.router.nodes import NodeTable, Visit
+from headwater.router.relay import Heard, Hop, Relay, Trouble, Unanswered
+from headwater.router.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
+from headwater.router.whole import WholeAnswer
 
 _PREFILL: Final = "/pd/prefill"
 _DECODE: Final = "/pd/decode"

@@ -27,7 +27,7 @@ from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.role import Role
 from headwater.disagg.beat import Beat, Rates
-from headwater.disagg.choice import NodeFacts
+from headwater.router.choice import NodeFacts
 
 _FAILURES: Final = 3  # bad answers in a row, until a node is left alone
 _WEIGHT: Final = 0.2  # of a new measurement

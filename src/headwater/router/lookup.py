@@ -7,17 +7,17 @@ by itself, soon after the time that it is given. How long a prompt took to be re
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
 from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.identity import root_of
 from headwater.core.keys import block_keys
-from headwater.disagg.choice import Held
+from headwater.disagg.prompt import Asking
 from headwater.residency.base import Found, Residency
+from headwater.router.choice import Held
 from headwater.storage.base import Deadline
 
 # Given the seconds that it has, what nodes and pool hold of a prompt; None: the index did not say.
@@ -29,14 +29,6 @@ _Found = TypeVar("_Found")
 
 _NUM_THREADS: Final = 4  # for each part
 _READ_S: Final = 0.25  # for the first
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """A body's prompt in tokens, and whose it is."""
-
-    tokens: Sequence[int]
-    salt: bytes = b""
 
 
 class PrefixLookup:

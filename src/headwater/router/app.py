@@ -3,11 +3,11 @@
     /v1/completions, /v1/chat/completions, /v1/models     as a node has them (`app.py`); answered by nodes
     /health     200 if a request could be answered, 503 if not; open to everybody
     /state      nodes, queues, the last decisions and why          /metrics    for Prometheus
-    /pd/nodes, /pd/drain    for nodes and operators that hold the node key; the protocol is in `disagg/router.py`
+    /pd/nodes, /pd/drain    for nodes and operators that hold the node key; the protocol is in `router/router.py`
 
 A client may say in `x-headwater-timeout-s` how long it waits, and its own `x-request-id`; every answer has the latter.
 
-Not here: who answers, and whether another is tried (`disagg/router.py`); keys and ids (`door.py`); sockets and
+Not here: who answers, and whether another is tried (`router/router.py`); keys and ids (`door.py`); sockets and
 signals (`router_server.py`). Neither an engine nor torch is loaded.
 
 Invariants: a client that goes away is noticed by a task that does nothing but listen for it, and its exchange with a
@@ -24,9 +24,9 @@ from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.disagg.beat import NAME_TAKEN, Beat
 from headwater.disagg.events import event_of
 from headwater.disagg.node_auth import ROUTER, Authenticator
-from headwater.disagg.nodes import NameTaken, NodeRefused
-from headwater.disagg.router import Router
-from headwater.disagg.trip import Call, NoAnswer
+from headwater.router.nodes import NameTaken, NodeRefused
+from headwater.router.router import Router
+from headwater.router.trip import Call, NoAnswer
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
