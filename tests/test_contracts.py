@@ -14,7 +14,8 @@ SOURCES = Path(headwater.__file__).parent
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]
 CONTRACTS: list[dict[str, Any]] = SETTINGS["contracts"]
-ROOMS = ("core", "layout", "policy", "index", "cache", "residency", "transfer", "disagg")  # where decisions are made
+# Where decisions are made.
+ROOMS = ("core", "layout", "policy", "index", "cache", "residency", "transfer", "disagg", "router")
 
 
 def contract(word: str) -> dict[str, Any]:

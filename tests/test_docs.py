@@ -152,7 +152,7 @@ def test_the_commands_in_the_documents_exist() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     for page in PAGES:
         for name in re.findall(
-            r"`((?:core|layout|policy|index|residency|cache|engine|lab|serve|storage|transfer|testing|disagg|pool)/[\w/.]+\.py)`",
+            r"`((?:core|layout|policy|index|residency|cache|engine|lab|serve|storage|transfer|testing|disagg|pool|router|integrations|build|cli)/[\w/.]+\.py)`",
             page.read_text(),
         ):
             known = (ROOT / "src" / "headwater" / name).exists() or name == "core/block.py"

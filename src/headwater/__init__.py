@@ -37,7 +37,7 @@ _ROOMS: Final = {
     "TieredCache": "cache.cache",
     "block_keys": "core.keys",
     "config_digest": "core.identity",
-    "create_kv_cache": "transfer.arena",
+    "create_kv_cache": "transfer.device.arena",
     "gqa_layout": "layout.gqa",
     "mla_layout": "layout.mla",
     "open_local": "build",
