@@ -18,7 +18,7 @@ from headwater.layout.samples import sample_layouts
 from headwater.testing.layouts import randomise
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.torch_wire import TorchWire
 from headwater.transfer.device.wire import Digests, Direction
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from brain_kit import fail_at
 from headwater.cache.cache import TieredCache
-from headwater.cache.hands import NoHands
+from headwater.cache.executor import NoHands
 from headwater.cache.match import BlockStatus
 from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
@@ -62,7 +62,7 @@ slots = DeviceSlots(4, index)
 taken, _ = slots.take(2)
 wrong = [
     lambda: slots.know([3]),  # free
-    lambda: slots.absolve(taken),  # not quarantined
+    lambda: slots.unquarantine(taken),  # not quarantined
     lambda: slots.give_back([2]),
     lambda: slots.quarantine([3]),
     lambda: slots.withhold(taken),
@@ -90,7 +90,7 @@ def test_what_is_withheld_is_not_given_out_before_it_is_vacated() -> None:
     slots.withhold({1, 3, 4})
     taken, _ = slots.take(3) or ([], [])
     assert (taken, slots.take(1)) == ([0, 2, 5], None)
-    slots.absolve([3, 1])
+    slots.unquarantine([3, 1])
     slots.validate()
     assert (slots.take(2) or ((), ()))[0] == [3, 1]
     brain = Brain(CacheConfig(**SIZES), withheld=[0, 7], first_job=40)

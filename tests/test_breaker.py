@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from headwater.cache.accounts import Accounts
-from headwater.cache.placement import ComputeCost, Pace, Tier, load_pays
+from headwater.cache.placement import ComputeCost, Pace, TierState, load_pays
 from headwater.cache.records import JobKind
 from headwater.config import TierConfig
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
@@ -175,7 +175,7 @@ def test_loading_pays_if_it_is_clearly_faster_than_computing() -> None:
         tier.queued_load_bytes = queued_bytes
         return load_pays(tier, ComputeCost(base_s, 0.0), start=0, end=num_blocks, block_bytes=10, now_s=0.0)
 
-    tier = Tier(TierConfig(name="host"), 1)
+    tier = TierState(TierConfig(name="host"), 1)
     assert pays(3)  # never measured
     tier.loading.measured(10, 1.0, 0.0)
     assert pays(3)  # three quarters of it
@@ -190,7 +190,7 @@ def test_what_it_takes_to_be_told_counts_too() -> None:
     def pays(base_s: float) -> bool:
         return load_pays(tier, ComputeCost(base_s, 0.0), start=0, end=3, block_bytes=10, now_s=0.0)
 
-    tier = Tier(TierConfig(name="host"), 1)
+    tier = TierState(TierConfig(name="host"), 1)
     tier.loaded(10, 1.0, 3.0, 0.0)
     assert tier.load_s(30, 0.0) == pytest.approx(6.0)
     assert pays(8 / 3 + 1e-6)
@@ -204,7 +204,7 @@ def test_what_it_takes_to_be_told_counts_too() -> None:
 
 
 def test_what_a_store_takes() -> None:
-    tier = Tier(TierConfig(name="host", max_queued_bytes=100, max_queued_s=2.0, breaker_failures=1), 1)
+    tier = TierState(TierConfig(name="host", max_queued_bytes=100, max_queued_s=2.0, breaker_failures=1), 1)
     assert tier.refuses_save(1000, 0.0) is None  # nothing is queued: something has to go first
     tier.queued_save_bytes = 60
     assert tier.refuses_save(40, 0.0) is None

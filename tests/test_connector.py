@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headwater.build import open_cache
 from headwater.cache.cache import TieredCache
-from headwater.cache.placement import Tier, load_pays
+from headwater.cache.placement import TierState, load_pays
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
@@ -615,7 +615,7 @@ def test_what_every_step_costs_is_not_saved_by_loading(prompt_s: float, pays: bo
             one.connector.measured(1, 0, seconds)
         one.connector.measured(32 * one.connector.block_tokens, 0, prompt_s)
         with one.cache.still() as brain:
-            tier = Tier(TierConfig(name="host"), 1)
+            tier = TierState(TierConfig(name="host"), 1)
             tier.loading.measured(32, 0.010, 0.0)
             assert load_pays(tier, brain.cost, start=0, end=32, block_bytes=1, now_s=0.0) == pays
 

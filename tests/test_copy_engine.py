@@ -24,7 +24,7 @@ from headwater.testing.layouts import randomise
 from headwater.transfer.device import copy_engine
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
 from headwater.transfer.device.wire import Digests, Direction, Wire
 from headwater.transfer.executor.staging import TorchStaging

@@ -49,7 +49,7 @@ from headwater.testing.stores import soon
 from headwater.transfer.device import cuda, populate
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Wire
 from headwater.transfer.executor import courtesy
 from headwater.transfer.executor.staging import TorchStaging

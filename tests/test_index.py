@@ -367,8 +367,8 @@ def test_a_slot_makes_no_other_move() -> None:
     _, slots = small()
     assert slots.take(1) == ([0], [])
     with pytest.raises(AssertionError, match="slot 0 is OWN"):
-        slots.absolve([0])
-    for wrong in (slots.know, slots.give_back, slots.quarantine, slots.absolve):
+        slots.unquarantine([0])
+    for wrong in (slots.know, slots.give_back, slots.quarantine, slots.unquarantine):
         with pytest.raises(AssertionError, match="slot 1 is FREE"):
             wrong([1])
     slots.give_back([0])
@@ -387,7 +387,7 @@ def test_a_locked_slot_is_nobodys_until_it_is_absolved() -> None:
     assert slots.take(2) is None
     assert slots.take(1) == ([1], [])
     assert slots.state(0) is SlotState.QUARANTINED
-    slots.absolve([0])
+    slots.unquarantine([0])
     assert slots.take(1) == ([0], [])
 
 

@@ -31,7 +31,7 @@ from headwater.storage.verified import Loan, VerifiedStore
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Piece, Wire
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker

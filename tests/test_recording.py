@@ -19,7 +19,7 @@ import test_events
 from brain_kit import Injected, fail_at
 from headwater.build import open_engine
 from headwater.cache.cache import TieredCache
-from headwater.cache.hands import NoHands
+from headwater.cache.executor import NoHands
 from headwater.cache.state import Brain
 from headwater.cli import app
 from headwater.config import MIN_RECORD_BYTES, CacheConfig, SaveWhen, ServeConfig, TierConfig

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from brain_kit import finish, live, run, the, tier, tokens
 from headwater.build import open_cache, open_local, open_publisher, open_residency
 from headwater.cache.cache import TieredCache
-from headwater.cache.hands import NoHands
+from headwater.cache.executor import NoHands
 from headwater.cache.state import Brain
 from headwater.config import (
     CacheConfig,
@@ -37,10 +37,10 @@ from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder, Node, Residency, lookup_tokens
 from headwater.residency.book import Book
 from headwater.residency.events import TIERS, Applied, Change, Kind, State, Update, decode, encode
-from headwater.residency.herald import Herald
 from headwater.residency.holdings import StoreHoldings
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Holdings, Publisher, Row
+from headwater.residency.session import ResidencySession
 from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.testing.brain_world import ROOTS
@@ -233,7 +233,7 @@ def test_a_full_book_still_knows_the_device() -> None:
 
 def test_what_cannot_be_said_for_a_lease_is_dropped_and_said_anew() -> None:
     book, keys = Book(), chain("a", 10)
-    herald = Herald(book, node="a", epoch=1, lease_s=9.0, round_every_s=100.0, slice_blocks=4)
+    herald = ResidencySession(book, node="a", epoch=1, lease_s=9.0, round_every_s=100.0, slice_blocks=4)
     index = MemoryResidency(clock=FakeClock())
 
     def heard(now_s: float) -> list[Kind]:

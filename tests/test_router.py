@@ -24,25 +24,25 @@ from fleet_kit import Signed
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat, Load, Rates
 from headwater.disagg.events import EventReader, NotEvents, event_of
+from headwater.disagg.heartbeat import Heartbeat, Load, Rates
 from headwater.disagg.outcome import Reason
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder
 from headwater.router.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
-from headwater.router.gate import Gate
 from headwater.router.lookup import Ask, Looker, held_of
-from headwater.router.nodes import Came, NodeRefused, NodeTable, Visit
+from headwater.router.nodes import Came, NodeRefused, NodeSlot, NodeTable
 from headwater.router.relay import PREFILL_AGAIN, Trouble, judge
+from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
-from headwater.router.trip import Call, NoAnswer
+from headwater.router.wait_line import WaitLine
 from router_kit import BEFORE, IDENTITY, LAYOUT, MIDDLE, WAIT_S, Asked, Fault, Node, Stalls, Tokens, World, world
 
 COMPLETIONS = "/v1/completions"
 
 
-def beat(name: str = "n", role: Role = Role.MIXED, **changes: Any) -> Beat:
+def beat(name: str = "n", role: Role = Role.MIXED, **changes: Any) -> Heartbeat:
     given: dict[str, Any] = {
         "node": name,
         "url": f"http://{name}:1",
@@ -54,7 +54,7 @@ def beat(name: str = "n", role: Role = Role.MIXED, **changes: Any) -> Beat:
         "lease_s": 10.0,
         "load": Load(free_slots=4),
     }
-    return Beat(**{**given, **changes})
+    return Heartbeat(**{**given, **changes})
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
@@ -209,10 +209,10 @@ class TableMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = NodeTable(pause_s=2.0, max_pause_s=4.0, refusal_s=1.0)
         self.now_s = 0.0
-        self.there: dict[str, Beat] = {}
+        self.there: dict[str, Heartbeat] = {}
         self.until: dict[str, float] = {}
         self.drained: dict[str, int] = {}
-        self.visits: list[tuple[Visit, str]] = []
+        self.visits: list[tuple[NodeSlot, str]] = []
         self.free: dict[str, int] = {}
 
     @rule(
@@ -338,7 +338,7 @@ def test_a_node_that_does_not_fit_is_told_what_to_change() -> None:
 def test_a_heartbeat_is_what_it_was() -> None:
     rates = Rates(prefill_tokens_per_s=5.0)
     said = beat("a", Role.DECODE, epoch=7, rates=rates, load=Load(running=1, waiting=2, free_slots=3), draining=True)
-    assert Beat.read(json.loads(json.dumps({**said.document(), "newer": 1}))) == said
+    assert Heartbeat.read(json.loads(json.dumps({**said.document(), "newer": 1}))) == said
     wrong: list[tuple[str, object]] = [
         ("node", ""), ("node", 5), ("url", "ftp://a:1"), ("url", "http://a:1/x"), ("url", "http://u:p@a:1"),
         ("url", "http://a:99999"), ("role", "router"), ("identity", "xyz"), ("block_tokens", 0), ("block_tokens", True),
@@ -347,7 +347,7 @@ def test_a_heartbeat_is_what_it_was() -> None:
     ]  # fmt: skip
     for name, value in wrong:
         with pytest.raises(InvalidInput, match=name):
-            Beat.read({**said.document(), name: value})
+            Heartbeat.read({**said.document(), name: value})
     for bad in ({"silence_s": 0}, {"max_attempts": 0}, {"node_key": "a b"}, {"pause_s": "1"}):
         with pytest.raises(InvalidConfig, match=next(iter(bad))):
             RouterConfig(**bad)
@@ -395,7 +395,7 @@ def test_what_an_answer_means() -> None:
 
 def test_the_line_is_kept_and_nobody_waits_for_ever() -> None:
     async def main() -> None:
-        gate, room, passed = Gate(), [0], []
+        gate, room, passed = WaitLine(), [0], []
         loop = asyncio.get_running_loop()
 
         def take() -> bool | None:

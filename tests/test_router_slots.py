@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat, Load
+from headwater.disagg.heartbeat import Heartbeat, Load
 from headwater.disagg.width import num_choices, num_prompts
 from headwater.metrics import Metrics
 from headwater.router.choice import NodeFacts, Size, choose_decode, choose_entry
-from headwater.router.gate import Gate
 from headwater.router.nodes import NodeTable
 from headwater.router.relay import Relay, Trouble
+from headwater.router.routed_request import Attempt, Call, Phase, RoutedRequest
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
-from headwater.router.trip import Attempt, Call, Phase, Trip
+from headwater.router.wait_line import WaitLine
 from headwater.router.whole import PARSED_BYTES, WholeAnswer
 from headwater.serve.reading import large_routable
 from router_kit import IDENTITY, LAYOUT, WAIT_S, world
@@ -131,7 +131,7 @@ class Slots:
 
     def __init__(self, number: int) -> None:
         self.free = number
-        self.gate = Gate()
+        self.gate = WaitLine()
         self.passed: list[str] = []
 
     async def come(self, name: str, wanted: int) -> None:
@@ -156,7 +156,7 @@ async def settled() -> None:
 
 
 def test_a_wide_one_lets_as_many_pass_as_it_wants_and_then_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.router.gate._MOST_HELD_S", WAIT_S)
+    monkeypatch.setattr("headwater.router.wait_line._MOST_HELD_S", WAIT_S)
 
     async def main() -> None:
         slots = Slots(0)
@@ -238,7 +238,7 @@ def test_everybody_gets_through_in_the_order_of_its_line(guests: list[tuple[int,
 # --- who is there -----------------------------------------------------------------------------------------------------
 
 
-BEAT = Beat(
+BEAT = Heartbeat(
     node="n", url="http://127.0.0.1:1", role=Role.MIXED, model="m", identity=IDENTITY, block_tokens=16, layout=LAYOUT,
     lease_s=6.0, load=Load(free_slots=4),
 )  # fmt: skip
@@ -328,8 +328,8 @@ def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rest
 # --- answers in one piece ---------------------------------------------------------------------------------------------
 
 
-def trip() -> Trip:
-    return Trip(Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="r", until_s=1.0), 0.0)
+def trip() -> RoutedRequest:
+    return RoutedRequest(Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="r", until_s=1.0), 0.0)
 
 
 TEXTS = st.sampled_from(

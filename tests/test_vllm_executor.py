@@ -23,7 +23,7 @@ from headwater.core.events import Cancel, Event, Failure, Instruction, JobFailed
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import executor
 from headwater.integrations.vllm import worker as worker_module
-from headwater.integrations.vllm.executor import Executor, Starting, begin_ahead, take_begun
+from headwater.integrations.vllm.executor import ExecutorProcess, Starting, begin_ahead, take_begun
 from headwater.integrations.vllm.metadata import Orders
 from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
@@ -37,12 +37,12 @@ IDENTITY = bytes(range(32))
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Executor]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ExecutorProcess]:
     """Those that work, as they come."""
-    found: list[Executor] = []
+    found: list[ExecutorProcess] = []
     wait = Starting.wait
 
-    def kept(self: Starting, **options: Any) -> Executor:
+    def kept(self: Starting, **options: Any) -> ExecutorProcess:
         found.append(wait(self, **options))
         return found[-1]
 
@@ -80,7 +80,7 @@ def test_no_wrong_byte_while_requests_are_preempted_and_aborted(tmp_path: Path, 
         assert engine.num_preempted > 5
 
 
-def test_what_it_counts_is_counted_here(tmp_path: Path, started: list[Executor]) -> None:
+def test_what_it_counts_is_counted_here(tmp_path: Path, started: list[ExecutorProcess]) -> None:
     with engine_of(tmp_path / "disk", executor="process") as engine:
         assert loaded(engine, "a") == 0
         assert started[0].hands.drain(ROOM_S)
@@ -92,7 +92,7 @@ def test_what_it_counts_is_counted_here(tmp_path: Path, started: list[Executor])
 
 @pytest.mark.parametrize("when", ["idle", "at work"])
 def test_one_that_is_killed_costs_its_hits_and_nothing_else(
-    tmp_path: Path, started: list[Executor], when: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, started: list[ExecutorProcess], when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(tmp_path / "disk", executor="process") as engine:
         assert loaded(engine, "a") == 0
@@ -119,7 +119,7 @@ def test_one_that_is_killed_costs_its_hits_and_nothing_else(
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_one_that_stands_still_is_shot(
     tmp_path: Path,
-    started: list[Executor],
+    started: list[ExecutorProcess],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     mode: str,
@@ -141,7 +141,7 @@ def test_one_that_stands_still_is_shot(
 
 
 def test_one_that_stands_still_at_the_end_is_killed(
-    tmp_path: Path, started: list[Executor], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, started: list[ExecutorProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no thread, no socket and no process of it is left: see `no_leaks`."""
     monkeypatch.setattr(executor, "_DRAIN_S", 0.2)

@@ -29,7 +29,7 @@ from headwater.core.page import PageName
 from headwater.core.role import Role
 from headwater.disagg.headers import ATTEMPT, TIMEOUT
 from headwater.disagg.node_auth import AUTH, Authenticator, node_called
-from headwater.disagg.told_pages import TELL, is_asked, read_pages, say_pages
+from headwater.disagg.prompt_pages import TELL, is_asked, read_pages, say_pages
 from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.integrations.vllm import node_reading as vllm_reading
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone

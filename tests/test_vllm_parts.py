@@ -16,12 +16,12 @@ from headwater.core.keys import BlockKey, block_keys
 from headwater.integrations.vllm import engine_facts
 from headwater.integrations.vllm.counted import Counted, merged
 from headwater.integrations.vllm.identity import as_fields, engine_identity, plain, rank_identity
+from headwater.integrations.vllm.kv_events import Teller
 from headwater.integrations.vllm.metadata import Orders, RankFacts
+from headwater.integrations.vllm.naming import Namer
 from headwater.integrations.vllm.pacer import Pacer
 from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.integrations.vllm.requests import Namer
 from headwater.integrations.vllm.settings import LoadMode, machine_disk_bytes, machine_host_bytes, read_config
-from headwater.integrations.vllm.told import Teller
 from headwater.integrations.vllm.weights import adapter_digest, weights_digest
 from headwater.metrics import Metrics, labels_of
 from headwater.testing.clock import FakeClock

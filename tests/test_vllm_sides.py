@@ -19,14 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.cache.placement import Tier
+from headwater.cache.placement import TierState
 from headwater.core.errors import CopyStuck
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
-from headwater.integrations.vllm import build, courier
+from headwater.integrations.vllm import build
 from headwater.integrations.vllm import scheduler as scheduler_side
-from headwater.integrations.vllm.executor import Executor, Starting
+from headwater.integrations.vllm import step_executor as courier
+from headwater.integrations.vllm.executor import ExecutorProcess, Starting
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
@@ -89,7 +90,7 @@ def engine_of(
     )
     far = config.executor is ExecutorKind.PROCESS
     planes = [[plane(num_blocks, width, directory if far else None) for width in WIDTHS] for _ in range(world)]
-    workers: list[build.OpenWorker | Executor | Starting] = []
+    workers: list[build.OpenWorker | ExecutorProcess | Starting] = []
     facts = []
     with pytest.MonkeyPatch.context() as patch:
         if faults is not None:
@@ -665,7 +666,7 @@ def _save(job: int, *slots: int) -> Save:
 def test_eyes_take_in_what_was_written_to_each_store_before_it_is_much() -> None:
     """Saves to two stores come in pairs: neither is passed over."""
     eyes = _Hands()
-    one = courier.Courier(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
+    one = courier.StepExecutor(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
     for number in range(128):
         order = replace(_save(number, 1, 2, 3, 4), store=("host", "disk")[number % 2])
         one.submit([order])
@@ -890,7 +891,7 @@ def test_a_prompt_as_long_as_the_device_is_saved_whole(disk: Path) -> None:
 @pytest.mark.fault("C2")
 def test_no_bytes_are_too_many(disk: Path) -> None:
     tier = read_config({"host_directory": None, "disk_directory": str(disk), "save_timeout_s": 7}).tier("disk")
-    here = Tier(tier, 1)
+    here = TierState(tier, 1)
     here.queued_save_bytes = 1 << 50
     assert here.refuses_save(1 << 40, 0.0) is None, "nobody knows how slow it is"
     here.saving.measured(1 << 30, 1.0, 0.0)

@@ -25,7 +25,7 @@ from headwater.cli import app
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat
+from headwater.disagg.heartbeat import Heartbeat
 from headwater.disagg.key_file import write_node_key
 from headwater.disagg.node_auth import AUTH, HELLO, Authenticator, NotProven, node_called
 from headwater.disagg.protocol import decode
@@ -37,7 +37,7 @@ from headwater.router.nodes import Came, NameTaken, NodeRefused, NodeTable
 from headwater.router.relay import Relay
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
-from headwater.serve.beats import Beats
+from headwater.serve.heartbeats import Beats
 from router_kit import World, world
 from serve_kit import WAIT_S, directory, model, serving
 from test_pd_serve import COMPLETIONS, Cluster, cluster, envelope, pool, routing, until
@@ -122,7 +122,7 @@ def test_a_node_whose_clock_went_back_waits_for_its_own_lease(monkeypatch: pytes
     with pytest.raises(NameTaken, match="newer process"):
         table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 1.0)
     assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 10.0) is Came.NEW
-    monkeypatch.setattr("headwater.serve.beats._TIMEOUT_S", WAIT_S)  # however busy the machine is
+    monkeypatch.setattr("headwater.serve.heartbeats._TIMEOUT_S", WAIT_S)  # however busy the machine is
     with routing(node_key=NodeKey.random()) as (url, router):
         key = router.config.node_key
         before = beat("here", url="http://127.0.0.1:1", epoch=10, lease_s=1.0).document()
@@ -138,7 +138,7 @@ def test_a_node_waits_for_its_name(directory: Path, model: Model, monkeypatch: p
         return None
 
     monkeypatch.setattr(Relay, "greet", nobody)  # there is nobody to greet elsewhere
-    monkeypatch.setattr("headwater.serve.beats._TIMEOUT_S", WAIT_S)  # however busy the machine is
+    monkeypatch.setattr("headwater.serve.heartbeats._TIMEOUT_S", WAIT_S)  # however busy the machine is
     with routing(node_key=NodeKey.random()) as (url, router):
         key = router.config.node_key
         served = _beat_of(directory, model)
@@ -152,13 +152,13 @@ def test_a_node_waits_for_its_name(directory: Path, model: Model, monkeypatch: p
         with serving(directory, model, routers=(url,), node="here", lease_s=3 * WAIT_S, node_key=key) as node:
             assert _urls(url) == {"here": node.url}
         elsewhere(600.0)
-        monkeypatch.setattr("headwater.serve.beats._NAME_S", 0.5)
+        monkeypatch.setattr("headwater.serve.heartbeats._NAME_S", 0.5)
         with pytest.raises(InvalidConfig, match="name of its own"):
             asyncio.run(_join(url, served, key))
         assert _urls(url) == {"here": "http://elsewhere.invalid:1"}
 
 
-def _beat_of(directory: Path, model: Model) -> Beat:
+def _beat_of(directory: Path, model: Model) -> Heartbeat:
     """What a node with this model says."""
     return beat(
         role=Role.MIXED,
@@ -174,7 +174,7 @@ def _urls(router: str) -> dict[str, str]:
     return {one["node"]: one["url"] for one in found["nodes"]}
 
 
-async def _join(router: str, said: Beat, key: NodeKey) -> None:
+async def _join(router: str, said: Heartbeat, key: NodeKey) -> None:
     here = replace(said, node="here", url="http://127.0.0.1:1", epoch=9)
     await Beats((router,), lambda lease_s: replace(here, lease_s=lease_s), lease_s=3 * WAIT_S, key=key).join()
 

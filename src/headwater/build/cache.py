@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cache.cache import TieredCache
-from headwater.cache.hands import NoHands, Recorder
+from headwater.cache.executor import NoHands, Recorder
 from headwater.cache.state import Brain
 from headwater.config import (
     MEMORY_URL,

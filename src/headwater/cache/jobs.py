@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from headwater.cache.placement import Tier
+from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.events import Failure, Instruction, MissReason, Tell
 
@@ -16,7 +16,9 @@ BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version
 class Jobs:
     """The book of jobs, and the list of instructions they go out by. Says when a store is left alone, and when not."""
 
-    def __init__(self, tiers: Mapping[str, Tier], block_bytes: int, out: list[Instruction], *, first: int = 1) -> None:
+    def __init__(
+        self, tiers: Mapping[str, TierState], block_bytes: int, out: list[Instruction], *, first: int = 1
+    ) -> None:
         self.tiers = tiers
         self.block_bytes = block_bytes
         self.out = out
@@ -38,7 +40,7 @@ class Jobs:
     def begin(
         self,
         kind: JobKind,
-        tier: Tier,
+        tier: TierState,
         start: int,
         end: int,
         now_s: float,

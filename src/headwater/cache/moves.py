@@ -12,7 +12,7 @@ from typing import Final
 
 from headwater.cache.jobs import BAD
 from headwater.cache.match import DEVICE
-from headwater.cache.placement import Tier
+from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Came, Lost, Went
@@ -55,7 +55,7 @@ class Moves:
         if self.watched and (keys := tuple(victim.key for victim in victims)):
             self._fresh.append(Went(tier=DEVICE, keys=keys))
 
-    def ended(self, job: JobRecord, results: Sequence[str], into: Tier) -> None:
+    def ended(self, job: JobRecord, results: Sequence[str], into: TierState) -> None:
         """A job says of each of its blocks what became of it, in the tier that it read or wrote."""
         if not self.watched:
             return

@@ -60,7 +60,7 @@ class ComputeCost:
         return num * self.base_s + self.slope_s * num * (start + end - 1) / 2
 
 
-class Tier:
+class TierState:
     """What the brain knows of one store."""
 
     def __init__(self, config: TierConfig, bit: int) -> None:
@@ -109,7 +109,7 @@ class Tier:
         return seconds + (self.lag_s or 0.0) if seconds else 0.0
 
 
-def load_pays(tier: Tier, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float) -> bool:
+def load_pays(tier: TierState, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float) -> bool:
     """Whether loading blocks [start, end) is expected to be clearly faster than computing them.
 
     A gain that is missed costs little; a hit that is slower than none breaks a promise. Where computing was never

@@ -11,7 +11,7 @@ from typing import Final
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs
-from headwater.cache.placement import Tier
+from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.config import SaveWhen
 from headwater.core.events import Cancel, Save
@@ -74,11 +74,11 @@ class Saver:
                 self._jobs.out.append(Cancel(job=job.job))
                 num_blocks -= job.pin.num_blocks
 
-    def forget(self, tier: Tier) -> None:
+    def forget(self, tier: TierState) -> None:
         """A store was lost: nothing is known to be in it any more."""
         self._index.unmark(tier.bit)
 
-    def buried(self, victims: Iterable[Victim]) -> None:
+    def on_evicted(self, victims: Iterable[Victim]) -> None:
         """Blocks were evicted."""
         for victim in victims:
             if victim.depth == 0:
@@ -116,7 +116,7 @@ class Saver:
                 self._save(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
 
     def _save(
-        self, tier: Tier, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: RequestRecord | None
+        self, tier: TierState, pin: Hold, path: Sequence[BlockKey], now_s: float, *, request: RequestRecord | None
     ) -> str | None:
         """Write what a pinned path lacks in a store; or say why that is dropped. Takes the pin over."""
         start, end = self._index.num_marked(pin, tier.bit), pin.num_blocks

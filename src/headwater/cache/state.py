@@ -26,7 +26,7 @@ from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
 from headwater.cache.match import DEVICE, BlockStatus, Match, Part
 from headwater.cache.moves import Moves
-from headwater.cache.placement import ComputeCost, Tier
+from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.saver import Saver
 from headwater.config import CacheConfig
@@ -58,7 +58,7 @@ class Brain:
         self.slots.withhold(self.withheld)
         self.accounts = Accounts()
         self.moves = Moves()
-        self.tiers = {tier.name: Tier(tier, 1 << i) for i, tier in enumerate(config.tiers)}
+        self.tiers = {tier.name: TierState(tier, 1 << i) for i, tier in enumerate(config.tiers)}
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
         self._out: list[Instruction] = []
@@ -382,7 +382,7 @@ class Brain:
             self.saver.ended(job, results, request, now_s)
         elif job.kind is JobKind.LOAD:
             job.results = results
-            self.slots.absolve(job.slots)
+            self.slots.unquarantine(job.slots)
             if request is not None:
                 self._settle(request, now_s)
         elif job.kind is JobKind.PROMOTE:
@@ -405,7 +405,7 @@ class Brain:
         if not self.withheld.issuperset(event.slots):
             raise InvalidInput("slots that are not withheld cannot be vacated")
         self.withheld.difference_update(event.slots)
-        self.slots.absolve(event.slots)
+        self.slots.unquarantine(event.slots)
 
     def _paced(self, event: ev.Paced) -> None:
         if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
@@ -427,7 +427,7 @@ class Brain:
 
     def _bury(self, victims: list[Victim]) -> None:
         """Blocks were evicted."""
-        self.saver.buried(victims)
+        self.saver.on_evicted(victims)
         self.moves.evicted(victims)
         self.accounts.add("evicted_blocks_total", len(victims), tier=DEVICE)
 
@@ -441,7 +441,7 @@ class Brain:
             raise InvalidInput(f"there is no request {name!r}: it has not asked, or has left")
         return request
 
-    def _tier(self, name: str) -> Tier:
+    def _tier(self, name: str) -> TierState:
         if name not in self.tiers:
             raise InvalidInput(f"there is no tier {name!r}; there are: {', '.join(self.tiers) or 'none'}")
         return self.tiers[name]

@@ -197,7 +197,7 @@ class LentSlots(DeviceSlots):
     def withhold(self, slots: Collection[int]) -> None:
         """The engine knows who uses them."""
 
-    def absolve(self, slots: Sequence[int]) -> None:
+    def unquarantine(self, slots: Sequence[int]) -> None:
         """The engine hears of it."""
 
     def still_own(self, slots: Iterable[int]) -> list[int]:

@@ -84,12 +84,12 @@ class DeviceSlots:
         self._move(slots, SlotState.OWN, SlotState.QUARANTINED)
 
     def withhold(self, slots: Collection[int]) -> None:
-        """Free slots are not to be taken until they are absolved: others may still use them."""
+        """Free slots are not to be taken until they are unquarantined: others may still use them."""
         self._move(slots, SlotState.FREE, SlotState.QUARANTINED)
         held = frozenset(slots)
         self._free = array("i", [slot for slot in self._free if slot not in held])
 
-    def absolve(self, slots: Sequence[int]) -> None:
+    def unquarantine(self, slots: Sequence[int]) -> None:
         """The job has ended, or they who used them are gone: the slots are free."""
         self._move(slots, SlotState.QUARANTINED, SlotState.FREE)
         self._free.extend(reversed(slots))

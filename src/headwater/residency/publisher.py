@@ -3,7 +3,7 @@
 `offer` writes down what changed and returns: it waits for no server, only for a lock that is held for microseconds.
 Everything else happens in the thread: changes that came close together go as one update, updates go one at a time with
 a deadline each, an index that does not answer is tried again after a pause that grows, and what could not be said in
-time is dropped and said again as a whole (`herald.py`).
+time is dropped and said again as a whole (`session.py`).
 
 The brain knows exactly what is on the device. What its stores keep they decide themselves, and other processes write to
 them too: so the stores of this node are asked now and then what they hold (`Holdings`), and the book is put right.
@@ -22,7 +22,7 @@ from headwater.metrics import Metrics
 from headwater.residency.base import Residency
 from headwater.residency.book import Book
 from headwater.residency.events import TIERS, Applied, Kind, State, Update
-from headwater.residency.herald import Herald
+from headwater.residency.session import ResidencySession
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 
 log = logging.getLogger("headwater")
@@ -69,7 +69,7 @@ class Publisher:
         self._closing = threading.Event()
         self._close_by: Deadline | None = None
         self._book = Book(max_blocks=config.max_blocks)
-        self._herald = Herald(
+        self._herald = ResidencySession(
             self._book,
             node=config.node,
             epoch=int(clock.time() * 1000),

@@ -21,19 +21,19 @@ from contextlib import suppress
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
-from headwater.disagg.beat import NAME_TAKEN, Beat
 from headwater.disagg.events import event_of
+from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
 from headwater.router.nodes import NameTaken, NodeRefused
+from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
-from headwater.router.trip import Call, NoAnswer
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
-from headwater.serve.door import HEALTH, MODELS, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
+from headwater.serve.middleware import HEALTH, MODELS, application, prometheus, request_id, until_s
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Routable, routable
 
@@ -218,7 +218,7 @@ class Face:
         """Hear a heartbeat."""
         body = await self.bodies.object_of(http, _MAX_BEAT_BYTES)
         try:
-            return JSONResponse(self.router.heard(Beat.read(body)))
+            return JSONResponse(self.router.heard(Heartbeat.read(body)))
         except NodeRefused as error:
             code = NAME_TAKEN if isinstance(error, NameTaken) else "node_refused"
             raise ApiError(409, str(error), code=code) from error

@@ -15,9 +15,9 @@ from headwater.disagg.events import event_of
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
-from headwater.router.nodes import NodeTable, Visit
-from headwater.router.relay import Heard, Hop, Relay, Trouble, Unanswered
-from headwater.router.trip import Attempt, Client, Outcome, Phase, Trip, with_usage
+from headwater.router.nodes import NodeSlot, NodeTable
+from headwater.router.relay import Heard, NodeCall, Relay, Trouble, Unanswered
+from headwater.router.routed_request import Attempt, Client, Outcome, Phase, RoutedRequest, with_usage
 from headwater.router.whole import WholeAnswer
 
 _PREFILL: Final = "/pd/prefill"
@@ -44,7 +44,7 @@ class Asker:
         self._fair_s = fair_s
         self._changed = changed
 
-    async def prefill(self, trip: Trip, visit: Visit) -> dict[str, Any]:
+    async def prefill(self, trip: RoutedRequest, visit: NodeSlot) -> dict[str, Any]:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
         with self._visiting(trip, visit, Phase.PREFILL) as attempt:
             async with self._relay.exchange(_hop(trip, visit, _PREFILL, {})) as heard:
@@ -66,7 +66,9 @@ class Asker:
             self._nodes.measured(visit, prefill_tokens_per_s=computed / attempt.seconds)
         return ticket
 
-    async def answer(self, trip: Trip, visit: Visit, ticket: Mapping[str, Any] | None, client: Client) -> None:
+    async def answer(
+        self, trip: RoutedRequest, visit: NodeSlot, ticket: Mapping[str, Any] | None, client: Client
+    ) -> None:
         """Have a decode node, or without a ticket a mixed one, answer the client. Raises Unanswered.
 
         Before `trip.begun`, nothing has reached the client, and another may be asked.
@@ -80,7 +82,9 @@ class Asker:
                 else:
                     await self._whole(trip, visit, attempt, heard, client)
 
-    async def _whole(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
+    async def _whole(
+        self, trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+    ) -> None:
         answer = WholeAnswer.read(await heard.body(asked_for=True))
         if answer is None:
             raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
@@ -92,7 +96,9 @@ class Asker:
         trip.begun = trip.done = True
         await client.whole(content)
 
-    async def _stream(self, trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, client: Client) -> None:
+    async def _stream(
+        self, trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+    ) -> None:
         now_s = asyncio.get_running_loop().time
         trouble = Trouble.FAILED
         async for event, said in heard.events():
@@ -118,7 +124,7 @@ class Asker:
             raise Unanswered(trouble, f"{visit.name} ended its stream with an error")
 
     @contextmanager
-    def _visiting(self, trip: Trip, visit: Visit, phase: Phase) -> Iterator[Attempt]:
+    def _visiting(self, trip: RoutedRequest, visit: NodeSlot, phase: Phase) -> Iterator[Attempt]:
         """While a node is asked: remembers what became of it, and gives the slot back."""
         now_s = asyncio.get_running_loop().time
         attempt = Attempt(phase=phase, node=visit.name, began_s=now_s())
@@ -151,7 +157,7 @@ class Asker:
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
 
-    def _blame(self, trip: Trip, visit: Visit, trouble: Trouble, now_s: float) -> None:
+    def _blame(self, trip: RoutedRequest, visit: NodeSlot, trouble: Trouble, now_s: float) -> None:
         lived_s, began_s = visit.entry.lived_s, trip.attempts[-1].began_s
         if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.NOT_FINITE, Trouble.FAILED):
             self._nodes.lives(visit, now_s)  # only a node that has proven itself says so
@@ -171,7 +177,7 @@ class Asker:
                 self._metrics.event("node_resting", node=visit.name, why=trouble)
 
 
-def _first(trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, now_s: float) -> None:
+def _first(trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, now_s: float) -> None:
     """The first token is there."""
     pool_s = heard.seconds(POOL_SECONDS)
     if pool_s is not None:
@@ -182,13 +188,13 @@ def _first(trip: Trip, visit: Visit, attempt: Attempt, heard: Heard, now_s: floa
     trip.seconds["ttft"] = now_s - trip.began_s
 
 
-def _hop(trip: Trip, visit: Visit, path: str, more: Mapping[str, Any] | None) -> Hop:
+def _hop(trip: RoutedRequest, visit: NodeSlot, path: str, more: Mapping[str, Any] | None) -> NodeCall:
     """What is sent: the client's body, in an envelope where there is `more` to say."""
     call, content = trip.call, trip.call.content
     if more is not None:
         envelope = json.dumps({"endpoint": call.endpoint, **more}, allow_nan=False, separators=(",", ":"))
         content = envelope[:-1].encode() + b',"body":' + content + b"}"
-    return Hop(
+    return NodeCall(
         node=visit.name,
         url=visit.entry.beat.url,
         path=path,

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Final
 
 from headwater.core.role import Role
-from headwater.disagg.beat import Rates
+from headwater.disagg.heartbeat import Rates
 
 # Where nobody has measured anything: a middling GPU. What counts is that it is the same for all.
 _DEFAULT_RATES: Final = Rates(prefill_tokens_per_s=5_000.0, decode_tokens_per_s=500.0, pool_tokens_per_s=50_000.0)

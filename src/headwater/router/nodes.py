@@ -26,7 +26,7 @@ from headwater.config import is_loopback
 from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat, Rates
+from headwater.disagg.heartbeat import Heartbeat, Rates
 from headwater.router.choice import NodeFacts
 
 _FAILURES: Final = 3  # bad answers in a row, until a node is left alone
@@ -53,7 +53,7 @@ class Came(enum.StrEnum):
 class Entry:
     """A node that is there."""
 
-    beat: Beat
+    beat: Heartbeat
     until_s: float
     breaker: Breaker
     since_s: float
@@ -88,7 +88,7 @@ class Entry:
         )
 
 
-class Visit:
+class NodeSlot:
     """One request at one node. Must be ended once, in any case."""
 
     def __init__(self, entry: Entry, tokens: int, num_slots: int) -> None:
@@ -127,7 +127,7 @@ class NodeTable:
         self._max_pause_s = max_pause_s
         self._refusal_s = refusal_s
 
-    def heard(self, beat: Beat, now_s: float) -> Came:
+    def heard(self, beat: Heartbeat, now_s: float) -> Came:
         """Take in a heartbeat. Raises NodeRefused."""
         self.expire(now_s)
         known = self._entries.get(beat.node)
@@ -150,7 +150,7 @@ class NodeTable:
         return Came.NEW
 
     @staticmethod
-    def _require_name(known: Beat, beat: Beat) -> None:
+    def _require_name(known: Heartbeat, beat: Heartbeat) -> None:
         if beat.epoch < known.epoch:  # or its clock went back, and its former self has gone
             raise NameTaken(f"a newer process is called {beat.node}: give this one another name, or end it")
         if beat.epoch > known.epoch and _host(beat.url) != _host(known.url):
@@ -196,39 +196,39 @@ class NodeTable:
             self._drained.pop(name, None)
         return entry
 
-    def visit(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> Visit | None:
+    def visit(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> NodeSlot | None:
         """Send a request there; None if it went, or somebody else is probing it."""
         entry = self._entries.get(name)
         if entry is None or not entry.breaker.allows(now_s):
             return None
-        return Visit(entry, tokens, num_slots)
+        return NodeSlot(entry, tokens, num_slots)
 
     # --- what became of a visit ---------------------------------------------------------------------------------------
 
-    def lives(self, visit: Visit, now_s: float) -> None:
+    def lives(self, visit: NodeSlot, now_s: float) -> None:
         """It has proven itself with an answer, whatever that was: as good as a heartbeat, which may be late."""
         visit.entry.until_s = max(visit.entry.until_s, now_s + visit.entry.beat.lease_s)
         visit.entry.lived_s = now_s
 
-    def went_well(self, visit: Visit) -> None:
+    def went_well(self, visit: NodeSlot) -> None:
         """It answered."""
         visit.entry.breaker.succeeded()
 
-    def refused(self, visit: Visit, now_s: float) -> None:
+    def refused(self, visit: NodeSlot, now_s: float) -> None:
         """It has no room. That is an answer: it lives."""
         visit.entry.breaker.succeeded()
         visit.entry.refused_until_s = now_s + self._refusal_s
 
-    def failed(self, visit: Visit, now_s: float, *, at_once: bool) -> bool:
+    def failed(self, visit: NodeSlot, now_s: float, *, at_once: bool) -> bool:
         """It failed; `at_once` leaves it alone from now on. True if it is left alone from now on."""
         failed = visit.entry.breaker.failed
         return any(failed(now_s) for _ in range(_FAILURES if at_once else 1))
 
-    def unproven(self, visit: Visit, now_s: float) -> None:
+    def unproven(self, visit: NodeSlot, now_s: float) -> None:
         """Nobody waited for its answer."""
         visit.entry.breaker.unproven(now_s)
 
-    def measured(self, visit: Visit, **rates: float) -> None:
+    def measured(self, visit: NodeSlot, **rates: float) -> None:
         """Tokens a second that this router saw, by name of the rate."""
         old = visit.entry.measured
         for name, rate in rates.items():
@@ -290,7 +290,7 @@ def _host(url: str) -> str:
     return "localhost" if is_loopback(host) else host
 
 
-def _require_fit(here: Beat, beat: Beat) -> None:
+def _require_fit(here: Heartbeat, beat: Heartbeat) -> None:
     """Refuse a node whose KV or whose answers would not be those of the nodes that are here."""
     if beat.block_tokens != here.block_tokens:
         raise NodeRefused(

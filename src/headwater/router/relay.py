@@ -61,7 +61,7 @@ class Trouble(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hop:
+class NodeCall:
     """What is sent where."""
 
     node: str
@@ -89,7 +89,7 @@ class Unanswered(HeadwaterError):
 class Heard:
     """An answer that has begun, with status 200."""
 
-    def __init__(self, hop: Hop, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
+    def __init__(self, hop: NodeCall, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
         self._hop = hop
         self._response = response
         self._watch = watch
@@ -200,7 +200,7 @@ class Relay:
         return self._clients[secure]
 
     @asynccontextmanager
-    async def exchange(self, hop: Hop) -> AsyncIterator[Heard]:
+    async def exchange(self, hop: NodeCall) -> AsyncIterator[Heard]:
         """Send, and wait for an answer that begins with 200. Raises Unanswered, now or while it is read."""
         watch: _Watch | None = None
         try:
@@ -226,7 +226,7 @@ class Relay:
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
 
-    async def _send(self, hop: Hop) -> httpx2.Response:
+    async def _send(self, hop: NodeCall) -> httpx2.Response:
         headers = {
             "content-type": "application/json",
             "accept": "text/event-stream" if hop.stream else "application/json",
@@ -292,7 +292,7 @@ class Relay:
         """How long it then has to answer."""
         return self._probe_s
 
-    async def probe(self, hop: Hop) -> str | None:
+    async def probe(self, hop: NodeCall) -> str | None:
         """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
         silent = f"said nothing for {self._silence_s:g} s"
         try:
@@ -314,7 +314,7 @@ class Relay:
 class _Watch:
     """Sounds the alarm when a node is silent and cannot say why. As a context: while we listen to the node."""
 
-    def __init__(self, relay: Relay, hop: Hop, alarm: asyncio.Timeout) -> None:
+    def __init__(self, relay: Relay, hop: NodeCall, alarm: asyncio.Timeout) -> None:
         self.why: str | None = None
         self._relay = relay
         self._hop = hop

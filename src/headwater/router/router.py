@@ -1,7 +1,7 @@
 """The router: one OpenAI address in front of prefill, decode and mixed nodes. It decides who is asked, and how often.
 
 What happens to one request: a look into the residency index, bounded (`lookup.py`); a place in line until some node has
-room for all its answers (`gate.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and
+room for all its answers (`wait_line.py`); a choice (`choice.py`); a node does its part (`asking.py`, `relay.py`); and
 perhaps again. Not here: HTTP towards clients (`router/app.py`), who is there (`nodes.py`).
 
 Invariants:
@@ -94,24 +94,24 @@ from urllib.parse import urlsplit
 
 from headwater.config import is_loopback
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat
 from headwater.disagg.events import event_of
+from headwater.disagg.heartbeat import Heartbeat
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
 from headwater.router.choice import Candidate, Choice, choose_decode, choose_entry
-from headwater.router.gate import Gate
 from headwater.router.lookup import Looker, Lookup
-from headwater.router.nodes import Came, NodeRefused, NodeTable, Visit
+from headwater.router.nodes import Came, NodeRefused, NodeSlot, NodeTable
 from headwater.router.relay import Relay, Trouble, Unanswered
+from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, RoutedRequest
 from headwater.router.settings import RouterConfig
-from headwater.router.trip import Call, Client, NoAnswer, Outcome, Trip
+from headwater.router.wait_line import WaitLine
 
 log: Final = logging.getLogger("headwater")
 
 _CLOCKS_S: Final = 10.0  # that a node's clock may differ, before that is told
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked
-_Taken = tuple[Candidate, Visit]
+_Taken = tuple[Candidate, NodeSlot]
 
 
 class Router:
@@ -133,8 +133,8 @@ class Router:
             self._relay, self.nodes, metrics, fair_s=config.request_timeout_s / 2, changed=self._changed
         )
         self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
-        self._entrance, self._handover = Gate(), Gate()
-        self._trips: set[Trip] = set()
+        self._entrance, self._handover = WaitLine(), WaitLine()
+        self._trips: set[RoutedRequest] = set()
         self._num_promised = 0  # slots of decode nodes
         self._turns = {False: 0, True: 0}  # of entries, and of those with a ticket
         self._decisions: deque[dict[str, Any]] = deque(maxlen=config.num_decisions)
@@ -151,7 +151,7 @@ class Router:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def heard(self, beat: Beat) -> dict[str, Any]:
+    def heard(self, beat: Heartbeat) -> dict[str, Any]:
         """Take in a heartbeat; what the node is told. Raises NodeRefused."""
         try:
             self._require_reach(beat)
@@ -173,14 +173,14 @@ class Router:
         entry = self.nodes.get(beat.node)
         return {"node": beat.node, "came": came, "draining": entry is not None and entry.draining}
 
-    def _require_reach(self, beat: Beat) -> None:
+    def _require_reach(self, beat: Heartbeat) -> None:
         if self.config.node_key.own and not is_loopback(urlsplit(beat.url).hostname or ""):
             raise NodeRefused(
                 f"this router was given no node key, so it takes nodes on loopback only, and none at {beat.url}: start "
                 "all of them with --node-key-file"
             )
 
-    def _compare_clocks(self, beat: Beat) -> None:
+    def _compare_clocks(self, beat: Heartbeat) -> None:
         """Tickets expire by the wall clock, so who reads them must have the same time as who made them, or nearly."""
         ahead_s = 0.0 if beat.clock_s is None else beat.clock_s - time.time()
         if abs(ahead_s) > _CLOCKS_S:
@@ -188,7 +188,7 @@ class Router:
             log.warning("the clock of %s is %.0f s %s this router's: set both", beat.node, abs(ahead_s), how)
             self.metrics.event("clock_differs", node=beat.node, ahead_s=ahead_s)
 
-    async def _greet(self, beat: Beat) -> None:
+    async def _greet(self, beat: Heartbeat) -> None:
         """Have a node prove itself again before anybody waits for that."""
         entry = self.nodes.get(beat.node)
         if entry is None or entry.beat.url != beat.url:
@@ -268,7 +268,7 @@ class Router:
     async def route(self, call: Call, client: Client) -> None:
         """Answer a request. Raises NoAnswer if there is none and nothing was sent; cancelled if the client leaves."""
         loop = asyncio.get_running_loop()
-        trip = Trip(call, loop.time())
+        trip = RoutedRequest(call, loop.time())
         self._trips.add(trip)
         try:
             try:
@@ -300,7 +300,7 @@ class Router:
                 await client.event(event_of({"error": error}))
                 await client.end()
 
-    def _end(self, trip: Trip, outcome: Outcome, now_s: float) -> None:
+    def _end(self, trip: RoutedRequest, outcome: Outcome, now_s: float) -> None:
         self._trips.discard(trip)
         self._promise(trip, 0)
         trip.seconds["total"] = now_s - trip.began_s
@@ -312,7 +312,7 @@ class Router:
         self._decisions.append(trip.document())
         self._changed()
 
-    async def _travel(self, trip: Trip, client: Client) -> None:
+    async def _travel(self, trip: RoutedRequest, client: Client) -> None:
         self._require_answers(trip.call)
         trip.held = await self._looker.look(trip.call.endpoint, trip.call.body)
         trip.add("queue", asyncio.get_running_loop().time() - trip.began_s)
@@ -339,7 +339,7 @@ class Router:
             error = {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}
             raise NoAnswer(Outcome.REJECTED, 400, message, code="rejected", document={"error": error})
 
-    def _must_prefill(self, trip: Trip, candidate: Candidate, trouble: Unanswered) -> bool:
+    def _must_prefill(self, trip: RoutedRequest, candidate: Candidate, trouble: Unanswered) -> bool:
         """What to do next: whether a ticket is worth nothing any more. Raises NoAnswer if nobody else may be tried."""
         kind = trouble.trouble
         if kind is Trouble.REJECTED:
@@ -366,7 +366,7 @@ class Router:
 
     # --- who is asked -------------------------------------------------------------------------------------------------
 
-    async def _next(self, trip: Trip, *, with_ticket: bool) -> _Taken:
+    async def _next(self, trip: RoutedRequest, *, with_ticket: bool) -> _Taken:
         """The node to ask now; waits for room. Raises NoAnswer."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -401,7 +401,7 @@ class Router:
             code="no_room" if left_out else "no_node",
         )
 
-    def _choose(self, trip: Trip, *, with_ticket: bool) -> Choice:
+    def _choose(self, trip: RoutedRequest, *, with_ticket: bool) -> Choice:
         facts = self.nodes.facts(self._sweep())
         if with_ticket:
             return choose_decode(facts, trip.size, trip.held, turn=self._turns[True], failed=trip.failed)
@@ -409,7 +409,7 @@ class Router:
             facts, trip.size, trip.held, turn=self._turns[False], promised=self._num_promised, failed=trip.failed
         )
 
-    def _take(self, trip: Trip, choice: Choice) -> _Taken | None:
+    def _take(self, trip: RoutedRequest, choice: Choice) -> _Taken | None:
         """The first of a choice that takes a request."""
         now_s = asyncio.get_running_loop().time()
         for one in choice.candidates:
@@ -423,19 +423,19 @@ class Router:
                 return one, visit
         return None
 
-    def _num_slots(self, trip: Trip) -> int:
+    def _num_slots(self, trip: RoutedRequest) -> int:
         """What a request takes of the slots of whoever will answer it."""
         if trip.call.num_answers == 1:
             return 1
         facts = self.nodes.facts(self._sweep())
         return max((one.num_slots(trip.size) for one in facts if one.role is not Role.PREFILL), default=1)
 
-    def _promise(self, trip: Trip, num_slots: int) -> None:
+    def _promise(self, trip: RoutedRequest, num_slots: int) -> None:
         """While a request is in prefill, or waits with a ticket, slots of some decode node are as good as taken."""
         self._num_promised += num_slots - trip.num_promised
         trip.num_promised = num_slots
 
 
-def _failed(trip: Trip) -> NoAnswer:
+def _failed(trip: RoutedRequest) -> NoAnswer:
     tried = f"{len(trip.attempts)} attempts" if len(trip.attempts) > 1 else "one attempt"
     return NoAnswer(Outcome.FAILED, 502, f"no answer after {tried}; the last: {trip.trouble}", code="upstream_failed")

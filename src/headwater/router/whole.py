@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from headwater.router.trip import Trip, with_usage
+from headwater.router.routed_request import RoutedRequest, with_usage
 
 PARSED_BYTES: Final = 64 << 10  # an answer up to there is read as a whole; of a larger one, so much of the end
 
@@ -46,7 +46,7 @@ class WholeAnswer:
         end = _object(b"{" + body[at:]) if behind_name else None
         return cls(body) if end is None else cls(body[:at], end)
 
-    def content(self, trip: Trip) -> bytes:
+    def content(self, trip: RoutedRequest) -> bytes:
         """What the client gets."""
         if not self.end:
             return self.head

@@ -1,9 +1,9 @@
 """A node's application: its routes, and what is said about it.
 
-`/health` is open to everybody; all else wants the API key, where there is one (`door.py`), or the fleet's signature. A
-node that listens beyond this machine and has no API key answers its routers alone. What happens to a request that
-generates is in `service.py` and `generate.py`, what routers ask for in `tickets.py`, what an administrator may in
-`revive.py`.
+`/health` is open to everybody; all else wants the API key, where there is one (`middleware.py`), or the fleet's
+signature. A node that listens beyond this machine and has no API key answers its routers alone. What happens to a
+request that generates is in `service.py` and `generate.py`, what routers ask for in `pd_endpoints.py`, what an
+administrator may in `revive.py`.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from headwater.config import is_loopback
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
-from headwater.serve.door import HEALTH, MODELS, application, prometheus
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
 from headwater.serve.limits import SMALL_BYTES
+from headwater.serve.middleware import HEALTH, MODELS, application, prometheus
 from headwater.serve.openai import Chat, Completions
+from headwater.serve.pd_endpoints import ATTEMPTS, DECODE, PREFILL, Decode, Prefill
 from headwater.serve.revive import BRAIN, REVIVE, revive
 from headwater.serve.service import Service
-from headwater.serve.tickets import ATTEMPTS, DECODE, PREFILL, Decode, Prefill
 
 try:
     from starlette.applications import Starlette

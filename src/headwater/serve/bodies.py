@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from headwater.core.errors import NotInstalled
 from headwater.serve import errors
 from headwater.serve.body import parse
-from headwater.serve.door import until_s, visit_of
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import SMALL_BYTES, Limits, Pace
+from headwater.serve.middleware import until_s, visit_of
 
 try:
     from starlette.requests import Request

@@ -13,7 +13,7 @@ to read. Here every request is known from its first byte on, and whatever it wai
 
 A connection that is cut is one whose client has left, to the application: it cancels what it does for it.
 
-Not here: how many connections there may be (`connections.py`); keys, hosts, routes (`door.py`).
+Not here: how many connections there may be (`connections.py`); keys, hosts, routes (`middleware.py`).
 """
 
 import json

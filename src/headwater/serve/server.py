@@ -13,8 +13,8 @@ from typing import Final
 
 from headwater.core.errors import NotInstalled
 from headwater.serve.app import create_app
-from headwater.serve.beats import Beats
 from headwater.serve.connections import Connections
+from headwater.serve.heartbeats import Beats
 from headwater.serve.service import Service
 from headwater.serve.sockets import receive_on, setup
 

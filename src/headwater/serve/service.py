@@ -2,8 +2,8 @@
 
     body (`bodies.py`) -> Asked, tokens (`reading.py`) -> places -> Engine.submit -> an Answer
 
-Not here: routes and keys (`app.py`, `door.py`), what fields mean (`openai.py`), how an answer is said (`generate.py`,
-`tickets.py`), sockets and signals (`server.py`).
+Not here: routes and keys (`app.py`, `middleware.py`), what fields mean (`openai.py`), how an answer is said
+(`generate.py`, `pd_endpoints.py`), sockets and signals (`server.py`).
 
 Invariants:
 - Whatever ends a request, its engine request is cancelled or over.
@@ -32,10 +32,10 @@ from headwater.serve import errors
 from headwater.serve.answer import Answer, Transcript, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
-from headwater.serve.door import request_id, timeout_s, visit_of
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
+from headwater.serve.middleware import request_id, timeout_s, visit_of
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room

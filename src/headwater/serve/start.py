@@ -16,8 +16,8 @@ from headwater.build import open_engine
 from headwater.config import ServeConfig, is_loopback
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
-from headwater.disagg.beat import Beat, Load, Rates
-from headwater.serve.beats import Beats
+from headwater.disagg.heartbeat import Heartbeat, Load, Rates
+from headwater.serve.heartbeats import Beats
 from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import fit_connections, limits_of
 from headwater.serve.readers import spare_readers
@@ -78,12 +78,12 @@ def heartbeats(service: Service) -> Beats | None:
     engine = running.engine
     epoch = time.time_ns() // 1_000_000
 
-    def beat(lease_s: float) -> Beat:
+    def beat(lease_s: float) -> Heartbeat:
         running_now, waiting, free = engine.load
         if config.role is Role.DECODE:  # it lets nobody wait: who finds no slots is sent away
             free = min(free, max(0, config.max_running - running_now))
         prefill, decode, pool = engine.rates
-        return Beat(
+        return Heartbeat(
             node=service.node,
             url=service.url,
             role=config.role,

@@ -99,7 +99,7 @@ _Raw: TypeAlias = tuple[ev.Event, tuple[ev.Instruction, ...] | None, str]  # Non
 
 
 class FileRecorder:
-    """Writes a recording. A Recorder of a cache (`cache/hands.py`): nothing but `close` blocks, nothing raises."""
+    """Writes a recording. A Recorder of a cache (`cache/executor.py`): nothing but `close` blocks, nothing raises."""
 
     def __init__(self, path: Path, *, limit_bytes: int, metrics: Metrics | None = None) -> None:
         """Begins a new file; one of an earlier run is kept as `FILE.1`. Raises InvalidConfig if that cannot be."""

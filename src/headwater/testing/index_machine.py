@@ -33,7 +33,7 @@ NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 PATHS: Final = ("0000", "00000", "000", "00", "0", "0010", "001", "01", "1", "10", "101", "")  # they share, and part
 MOVES: Final = (
     *("compute", "compute", "race", "hold", "advance", "extend", "extend", "release", "release"),
-    *("pin", "pin_coldest", "unpin", "mark", "mark", "unmark", "squeeze", "squeeze", "absolve", "wait"),
+    *("pin", "pin_coldest", "unpin", "mark", "mark", "unmark", "squeeze", "squeeze", "unquarantine", "wait"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 63)),
@@ -240,10 +240,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.check()
         self.give_back(taken or [], locked=dice.random() < 0.2)
 
-    def absolve(self, which: int, tokens: list[int], dice: random.Random) -> None:
+    def unquarantine(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """No job writes any more."""
         locked = [slot for slot, state in enumerate(self.states) if state is SlotState.QUARANTINED]
-        self.slots.absolve(locked)
+        self.slots.unquarantine(locked)
         self.become(locked, SlotState.FREE)
 
     def wait(self, which: int, tokens: list[int], dice: random.Random) -> None:
@@ -375,7 +375,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.release(0, [], dice)
         while self.pins:
             self.unpin(0, [], dice)
-        self.absolve(0, [], dice)
+        self.unquarantine(0, [], dice)
         assert self.radix.num_evictable == len(self.radix) == len(self.naive)
         assert self.take(len(self.states)) is not None
         assert len(self.radix) == len(self.naive) == 0

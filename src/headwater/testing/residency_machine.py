@@ -25,8 +25,8 @@ from headwater.core.keys import BlockKey
 from headwater.residency.base import Found, Residency
 from headwater.residency.book import Book
 from headwater.residency.events import TIERS, Applied, Update, decode, encode
-from headwater.residency.herald import Herald
 from headwater.residency.memory import MemoryResidency
+from headwater.residency.session import ResidencySession
 from headwater.storage.base import Deadline
 from headwater.testing.clock import FakeClock
 from headwater.testing.index_machine import NOBODY, path_keys
@@ -98,7 +98,7 @@ class Process:
 
     def __init__(self, node: str, epoch: int) -> None:
         self.book = Book()
-        self.herald = Herald(
+        self.herald = ResidencySession(
             self.book, node=node, epoch=epoch, lease_s=LEASE_S, round_every_s=10 * LEASE_S, slice_blocks=4
         )
 

@@ -25,10 +25,10 @@ from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.courtesy import Courtesy
-from headwater.transfer.executor.jobs import Hands
+from headwater.transfer.executor.jobs import JobRunner
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
-from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble
 
 BLOCK_TOKENS: Final = 16
@@ -80,9 +80,11 @@ class VirtualHands:
         self.ledger = Ledger(clock=clock, metrics=metrics)
         self.queued: list[JobState] = []
         self._clock = clock
-        self._tiers = {name: Tier(name, store, naming, clock=clock, metrics=metrics) for name, store in stores.items()}
+        self._tiers = {
+            name: TierStore(name, store, naming, clock=clock, metrics=metrics) for name, store in stores.items()
+        }
         self._pool = PagePool(staging.num_pages, list(stores), self.ledger.changed)
-        self._hands = Hands(
+        self._hands = JobRunner(
             self._tiers,
             staging,
             self._pool,

@@ -11,7 +11,7 @@ processes. So brain and hands are in different processes, and talk through vLLM'
     vLLM's blocks instead of counting slots       registered (`registered.py`), and the stores
          |   -- jobs, with the step's metadata -->   |
          |   <-- events, with the step's output --   |
-    stores, only to be asked what they have (`courier.py`)
+    stores, only to be asked what they have (`step_executor.py`)
 
 On a GPU the hands and their stores are in another process still, beside each worker: `executor.py`.
 

@@ -17,13 +17,13 @@ from headwater.cache.lent_cache import LentCache
 from headwater.config import CacheConfig, ResidencyConfig, default_node
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
-from headwater.disagg.told_pages import is_asked, say_pages
+from headwater.disagg.prompt_pages import is_asked, say_pages
 from headwater.engine.connector import Connector
-from headwater.integrations.vllm.courier import Courier
 from headwater.integrations.vllm.identity import engine_identity
+from headwater.integrations.vllm.kv_events import Teller
 from headwater.integrations.vllm.metadata import RankFacts
+from headwater.integrations.vllm.naming import Namer
 from headwater.integrations.vllm.pacer import Pacer
-from headwater.integrations.vllm.requests import Namer
 from headwater.integrations.vllm.scheduler import SchedulerSide
 from headwater.integrations.vllm.settings import (
     ConnectorConfig,
@@ -31,7 +31,7 @@ from headwater.integrations.vllm.settings import (
     machine_disk_bytes,
     machine_host_bytes,
 )
-from headwater.integrations.vllm.told import Teller
+from headwater.integrations.vllm.step_executor import StepExecutor
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import Shard
@@ -288,7 +288,7 @@ def open_scheduler(
             tiers=tuple(config.tier(name) for name in stores),
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
-        courier = Courier(_eyes(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
+        courier = StepExecutor(_eyes(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
         path = config.record
         if path is not None:  # replicas have one configuration
             path = path.with_name(f"{path.name}.{os.getpid()}")

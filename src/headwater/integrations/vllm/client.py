@@ -9,9 +9,9 @@ from typing import Final
 
 from headwater.core.errors import HeadwaterError, NotInstalled
 from headwater.disagg.headers import REQUEST_ID
-from headwater.disagg.told_pages import TELL, read_pages
+from headwater.disagg.prompt_pages import TELL, read_pages
 from headwater.integrations.vllm.node_reading import ENDPOINTS
-from headwater.serve.door import HEALTH, MODELS
+from headwater.serve.middleware import HEALTH, MODELS
 
 try:
     import httpx2

@@ -34,7 +34,7 @@ from headwater.integrations.vllm.engine_facts import (
     require_cacheable,
     require_orderly,
 )
-from headwater.integrations.vllm.executor import Executor, Starting, begin_ahead, give_up_ahead, take_begun
+from headwater.integrations.vllm.executor import ExecutorProcess, Starting, begin_ahead, give_up_ahead, take_begun
 from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
 from headwater.integrations.vllm.pacer import Flight
@@ -121,7 +121,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_tokens = int(spec.block_size)
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
-        self._worker: OpenWorker | Executor | None = None
+        self._worker: OpenWorker | ExecutorProcess | None = None
         self._starting: Starting | None = None
         self._facts: RankFacts | None = None
         self._scheduler: OpenScheduler | None = None

@@ -51,7 +51,7 @@ _BEGIN: Final = (
 )
 
 
-class Executor:
+class ExecutorProcess:
     """An executor that works, as a worker of vLLM sees it."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Starting:
         with _document(order) as document, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._sock, [b"."], [document.fileno()])
 
-    def wait(self, *, overlapping: int = 1, timeout_s: float = READY_S) -> Executor:
+    def wait(self, *, overlapping: int = 1, timeout_s: float = READY_S) -> ExecutorProcess:
         """Wait until it is ready. Blocks. Raises RankUnavailable, with nothing left behind, if that did not happen.
 
         `overlapping`: see `WorkerSide`.
@@ -162,7 +162,7 @@ class Starting:
             self._sock.close()
             _end(self.process)
             raise RankUnavailable(f"no executor: {error}; what it said itself is in the log") from error
-        return Executor(link, self.process, stores=self._stores, overlapping=overlapping)
+        return ExecutorProcess(link, self.process, stores=self._stores, overlapping=overlapping)
 
     def give_up(self) -> None:
         """End it before it was waited for; idempotent."""

@@ -8,7 +8,7 @@
     block_tokens  of vLLM's block
 
 Prefixes are told apart by tokens, adapters (by content), images (by vLLM's hash of their content), and the request's
-salt: see `requests.py`. Not in it: how many blocks there are, where they lie, the data-parallel rank. No vLLM here.
+salt: see `naming.py`. Not in it: how many blocks there are, where they lie, the data-parallel rank. No vLLM here.
 """
 
 import hashlib

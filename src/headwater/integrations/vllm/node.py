@@ -30,7 +30,7 @@ from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
 from headwater.disagg.headers import ATTEMPT, POOL_SECONDS
 from headwater.disagg.outcome import Reason
-from headwater.disagg.told_pages import read_pages
+from headwater.disagg.prompt_pages import read_pages
 from headwater.disagg.used import Use, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket
 from headwater.integrations.vllm import node_reading
@@ -39,10 +39,10 @@ from headwater.integrations.vllm.node_reading import ENDPOINTS, Work
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
-from headwater.serve.door import HEALTH, application, prometheus, request_id, until_s
 from headwater.serve.errors import ApiError, HandoffFailed
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
+from headwater.serve.middleware import HEALTH, application, prometheus, request_id, until_s
 from headwater.serve.pool_looks import PoolLooks
 from headwater.serve.readers import Readers
 from headwater.storage.base import Store

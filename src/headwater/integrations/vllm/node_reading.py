@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.disagg.told_pages import TELL
+from headwater.disagg.prompt_pages import TELL
 from headwater.disagg.vllm_ticket import body_digest
 from headwater.disagg.width import num_choices, num_prompts
 from headwater.serve import errors

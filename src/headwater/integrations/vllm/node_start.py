@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from headwater.build import open_pool
 from headwater.config import default_node, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, NotInstalled
-from headwater.disagg.beat import Beat, Load, Rates
+from headwater.disagg.heartbeat import Heartbeat, Load, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
 from headwater.integrations.vllm.node import NodeOptions, VllmNode
 from headwater.metrics import Metrics
-from headwater.serve.beats import Beats
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.heartbeats import Beats
 from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
 from headwater.serve.sockets import address, listen, receive_on, setup
 from headwater.storage.base import Store
@@ -166,12 +166,12 @@ class VllmServer(uvicorn.Server):
             await self._beats.join()
         self._watching = asyncio.create_task(node.watch())
 
-    def _beat(self, lease_s: float) -> Beat:
+    def _beat(self, lease_s: float) -> Heartbeat:
         node = self._node
         if node is None:
             raise InvalidConfig("the node has not begun")
         facts, free = node.facts, node.num_free
-        return Beat(
+        return Heartbeat(
             node=self._name,
             url=self._url,
             role=self._options.role,

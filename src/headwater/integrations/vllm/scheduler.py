@@ -30,11 +30,11 @@ from typing import Any, Final, Protocol
 from headwater.cache.lent_cache import LentCache
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.integrations.vllm.courier import Courier
+from headwater.integrations.vllm.kv_events import Teller
 from headwater.integrations.vllm.metadata import Orders, Report
-from headwater.integrations.vllm.requests import Namer, Prompt
+from headwater.integrations.vllm.naming import Namer, Prompt
 from headwater.integrations.vllm.settings import ConnectorConfig, LoadMode
-from headwater.integrations.vllm.told import Teller
+from headwater.integrations.vllm.step_executor import StepExecutor
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 
 log: Final = logging.getLogger("headwater")
@@ -96,7 +96,7 @@ class SchedulerSide:
     def __init__(
         self,
         cache: LentCache,
-        courier: Courier,
+        courier: StepExecutor,
         namer: Namer,
         config: ConnectorConfig,
         *,

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from headwater.core.events import Came, Went
 from headwater.integrations.vllm.counted import Counted, merged
-from headwater.integrations.vllm.told import Move, Named
+from headwater.integrations.vllm.kv_events import Move, Named
 from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family, labels_of
 
 _MEDIA: Final = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE, "pool": "POOL"}

@@ -13,7 +13,7 @@ import tracemalloc
 from typing import Final
 
 from headwater.cache.cache import TieredCache
-from headwater.cache.hands import NoHands
+from headwater.cache.executor import NoHands
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig

@@ -20,7 +20,7 @@ from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import PAGE_ALIGNMENT, DeviceCache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests, Direction
 
 NAMES: Final = {Direction.OUT: "d2h", Direction.IN: "h2d"}

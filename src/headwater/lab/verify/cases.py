@@ -38,7 +38,7 @@ from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests
 from headwater.transfer.executor.staging import TorchStaging
 

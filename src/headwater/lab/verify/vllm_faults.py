@@ -26,7 +26,7 @@ from headwater.storage.local.slab import Slab, read_slab_header
 from headwater.storage.local.table import Table
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.copy_lane import Transfer
+from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests
 from headwater.transfer.executor import staging
 

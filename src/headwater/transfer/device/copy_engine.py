@@ -30,7 +30,7 @@ from headwater.core.errors import InvalidCopy
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache, Owned
-from headwater.transfer.device.copy_lane import Cut, Lane, Transfer, tell
+from headwater.transfer.device.copy_queue import CopyQueue, Cut, Transfer, tell
 from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
 from headwater.transfer.device.torch_wire import TorchWire
 from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, Wire, frame_address
@@ -79,7 +79,8 @@ class CopyEngine(Owned):
             return kind(cache, layout, direction, digests=digests)
 
         self._lanes = {
-            direction: Lane((wires or make)(cache, self.layout, direction), direction.value) for direction in Direction
+            direction: CopyQueue((wires or make)(cache, self.layout, direction), direction.value)
+            for direction in Direction
         }
 
     def gather(

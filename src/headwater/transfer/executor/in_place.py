@@ -26,11 +26,11 @@ from headwater.storage.verified import Loan
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.staging import InPlace, Staging
-from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import StoreTrouble, call, is_trouble, require
 
 if TYPE_CHECKING:
-    from headwater.transfer.device.copy_lane import Transfer
+    from headwater.transfer.device.copy_queue import Transfer
 
 log: Final = logging.getLogger("headwater")
 
@@ -65,7 +65,7 @@ class InPlaceJobs:
 
     def __init__(
         self,
-        tiers: Mapping[str, Tier],
+        tiers: Mapping[str, TierStore],
         staging: Staging,
         ledger: Ledger,
         *,

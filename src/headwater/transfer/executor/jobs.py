@@ -28,7 +28,7 @@ from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import Account, PagePool
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def check_job(order: Job, stores: Collection[str]) -> None:
         raise InvalidInput(f"job {order.job} has no deadline")
 
 
-class Hands:
+class JobRunner:
     """Does jobs, each in the calling thread. Holds no state of a job."""
 
     def __init__(
         self,
-        tiers: Mapping[str, Tier],
+        tiers: Mapping[str, TierStore],
         staging: Staging,
         pool: PagePool,
         ledger: Ledger,
@@ -279,7 +279,7 @@ class Hands:
         require(tier.name, statuses, len(unsealed), PutStatus)
         return statuses
 
-    def _put(self, tier: Tier, job: JobState, items: list[Item]) -> list[PutStatus]:
+    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[PutStatus]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))

@@ -26,7 +26,7 @@ from headwater.transfer.device.populate import address_of, populate
 
 if TYPE_CHECKING:
     from headwater.transfer.device.arena import DeviceCache, HostCache
-    from headwater.transfer.device.copy_lane import Transfer
+    from headwater.transfer.device.copy_queue import Transfer
     from headwater.transfer.device.cuda import Pin
     from headwater.transfer.device.wire import Digests, Direction, Wire
 

@@ -85,7 +85,7 @@ class Naming:
         return [first, *(first.another(keys[at], keys[at - 1], depth + at) for at in places[1:])]
 
 
-class Tier:
+class TierStore:
     """A store as the hands use it: written to as it is, read only through verification."""
 
     def __init__(self, name: str, store: Store, naming: Naming, *, clock: Clock, metrics: Metrics) -> None:

@@ -1,7 +1,7 @@
 """Worker: the hands' threads. Takes instructions, runs them beside the engine, and says what became of each.
 
-Each store has a queue (`lane.py`) and a few threads of its own, so that a slow store holds up nobody else's jobs;
-promotions, which touch two stores, have one of their own. One more thread, the watchdog, sleeps until the next
+Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
+jobs; promotions, which touch two stores, have one of their own. One more thread, the watchdog, sleeps until the next
 deadline. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
@@ -45,12 +45,12 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.transfer.executor.courtesy import Courtesy
-from headwater.transfer.executor.jobs import Hands, check_job
-from headwater.transfer.executor.lane import PROMOTIONS, RANKS, Lane, lane_of
+from headwater.transfer.executor.jobs import JobRunner, check_job
 from headwater.transfer.executor.ledger import JobState, Ledger, Phase
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.tier import Naming, Tier
+from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, lane_of
+from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, has_no_caller
 
 log: Final = logging.getLogger("headwater")
@@ -116,8 +116,10 @@ class Worker:
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
         if len(staging.frame(0)) != naming.frame_bytes:
             raise InvalidInput(f"a frame has {naming.frame_bytes} bytes, a page of staging {len(staging.frame(0))}")
-        tiers = {name: Tier(name, store, naming, clock=clock, metrics=self._metrics) for name, store in stores.items()}
-        self._hands = Hands(
+        tiers = {
+            name: TierStore(name, store, naming, clock=clock, metrics=self._metrics) for name, store in stores.items()
+        }
+        self._hands = JobRunner(
             tiers,
             staging,
             self._pool,
@@ -132,7 +134,7 @@ class Worker:
         self._tiers = tiers
         lanes = [*stores, PROMOTIONS] if len(stores) > 1 else list(stores)
         self._lanes = {
-            name: Lane(
+            name: StoreQueue(
                 name,
                 self._ledger,
                 num_threads=1 if name == PROMOTIONS else threads_per_store,
@@ -144,7 +146,7 @@ class Worker:
         self._off: dict[str, str] = {}  # stores that are not used, and why
         self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
         self._numbers = count()
-        self._short_of_threads: list[Lane] = []
+        self._short_of_threads: list[StoreQueue] = []
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._watchdog = threading.Thread(target=self._keep_watch, name="headwater watchdog", daemon=True)
@@ -279,7 +281,7 @@ class Worker:
     # --- taking jobs in -----------------------------------------------------------------------------------------------
 
     def _check(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Job) and type(instruction) in RANKS:
+        if isinstance(instruction, Job) and type(instruction) in PRIORITY:
             check_job(instruction, self._tiers)
         elif not isinstance(instruction, Cancel):
             raise InvalidInput(f"not the hands' work: {instruction!r}")
@@ -299,7 +301,7 @@ class Worker:
 
     # --- a store's threads --------------------------------------------------------------------------------------------
 
-    def _start_thread(self, lane: Lane) -> None:
+    def _start_thread(self, lane: StoreQueue) -> None:
         """Start a thread that its lane counts already. Raises RuntimeError where there is none to be had."""
         thread = threading.Thread(
             target=self._serve, args=(lane,), name=f"headwater {lane.name} {next(self._numbers)}", daemon=True
@@ -308,7 +310,7 @@ class Worker:
         thread.start()
         self._threads.append(thread)
 
-    def _serve(self, lane: Lane) -> None:
+    def _serve(self, lane: StoreQueue) -> None:
         has_no_caller()
         while (job := self._next(lane)) is not None:
             self._run(job)
@@ -318,7 +320,7 @@ class Worker:
         with self._ledger.lock:
             self._watch.notify()  # after close() it waits for the last of us
 
-    def _next(self, lane: Lane) -> JobState | None:
+    def _next(self, lane: StoreQueue) -> JobState | None:
         """Wait for the next job of a lane. None: the thread shall end, and is counted out."""
         with self._ledger.lock:
             while not self._closed and not lane.surplus:
@@ -356,7 +358,7 @@ class Worker:
         with self._ledger.lock:
             self._ledger.fail(job, failure, why)
 
-    def _notice(self, tiers: Iterable[Tier]) -> None:
+    def _notice(self, tiers: Iterable[TierStore]) -> None:
         """Say StoreOff, once, for stores that turned themselves off."""
         for tier in tiers:
             with self._ledger.lock:
@@ -365,7 +367,7 @@ class Worker:
                     self._off[tier.name] = trouble
                     self._ledger.say(StoreOff(now_s=self._clock.monotonic(), store=tier.name, why=trouble))
 
-    def _require_on(self, tiers: Iterable[Tier]) -> None:
+    def _require_on(self, tiers: Iterable[TierStore]) -> None:
         for tier in tiers:
             why = self._off.get(tier.name)
             if why is not None:

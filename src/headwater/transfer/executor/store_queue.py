@@ -18,10 +18,10 @@ from headwater.metrics import Metrics
 from headwater.transfer.executor.ledger import JobState, Ledger, Phase
 
 PROMOTIONS: Final = "promotions"  # jobs between two stores have a lane of their own: neither may hold up the other
-RANKS: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
+PRIORITY: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
 
 
-class Lane:
+class StoreQueue:
     """The queue of one store, or of promotions. Every method wants the ledger's lock held, and none blocks."""
 
     def __init__(self, name: str, ledger: Ledger, *, num_threads: int, frame_bytes: int, metrics: Metrics) -> None:
@@ -92,7 +92,7 @@ class Lane:
 
 
 def _rank(job: JobState) -> int:
-    return RANKS[type(job.order)]
+    return PRIORITY[type(job.order)]
 
 
 def lane_of(order: Job) -> str:

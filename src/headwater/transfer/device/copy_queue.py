@@ -63,7 +63,7 @@ class Transfer:
         self._num_planes = num_planes
         self._left_alone = False
         self._changed = threading.Condition()
-        self._lane: Lane | None = None
+        self._lane: CopyQueue | None = None
         self.over = self._ending = not cuts
         self.num_planes_ready = 0 if cuts else num_planes
 
@@ -191,7 +191,7 @@ class _UnderWay:
     error: Exception | None = None
 
 
-class Lane:
+class CopyQueue:
     """One direction: a wire, and the transfers that want it, in the order they came.
 
     Whoever waits for a transfer drives the lane: puts pieces on the wire, and takes them off in the same order, also

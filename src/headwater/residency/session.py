@@ -14,7 +14,7 @@ from headwater.residency.book import Book
 from headwater.residency.events import Applied, Change, Kind, Update
 
 
-class Herald:
+class ResidencySession:
     """Speaks for one process of a node. Not safe from several threads."""
 
     def __init__(

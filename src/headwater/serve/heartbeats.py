@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidConfig, NotInstalled
 from headwater.core.node_key import NodeKey
-from headwater.disagg.beat import NAME_TAKEN, Beat
+from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, NotProven, Signer
 from headwater.disagg.signing import SignedBy
 
@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 
 log = logging.getLogger("headwater")
 
-Say = Callable[[float], Beat]  # from a lease, what is to be said now
+Say = Callable[[float], Heartbeat]  # from a lease, what is to be said now
 
 _PATH: Final = "/pd/nodes"
 _TIMEOUT_S: Final = 2.0  # for one heartbeat, or a third of the lease if that is less

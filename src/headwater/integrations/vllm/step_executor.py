@@ -44,7 +44,7 @@ _CATCH_UP_BLOCKS: Final = 128  # that were written since: less, who asks next ta
 _MOST_DROPPED: Final = 1 << 16
 
 
-class Eyes(Protocol):
+class Prober(Protocol):
     """Who asks stores what they have (`transfer/executor/worker.py`)."""
 
     @property
@@ -87,10 +87,12 @@ class _Errand:
     stuck: bool = False  # a Load that hangs on a rank
 
 
-class Courier:
+class StepExecutor:
     """Carries jobs to the workers and their answers back. `deliver` hears every event."""
 
-    def __init__(self, eyes: Eyes, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, eyes: Prober, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """Takes the eyes over: `close` closes them. `others_write`: they hear of saves by looking at the stores."""
         self.deliver: Callable[[Event], None] | None = None
         self._eyes = eyes

@@ -29,7 +29,7 @@ class _Waiter:
         self.news = asyncio.Event()  # there may be room, and it is first
 
 
-class Gate:
+class WaitLine:
     """Two lines. For one event loop."""
 
     def __init__(self) -> None:

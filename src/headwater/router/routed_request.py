@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.width import num_choices
 from headwater.router.choice import Candidate, Choice, Held, Size
-from headwater.router.nodes import Visit
+from headwater.router.nodes import NodeSlot
 from headwater.router.relay import Unanswered
 
 _NUM_SHOWN: Final = 16  # decisions of one trip
@@ -127,7 +127,7 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class Trip:
+class RoutedRequest:
     """A request under way."""
 
     call: Call
@@ -140,7 +140,7 @@ class Trip:
     attempts: list[Attempt] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # nodes
-    suspects: list[Visit] = field(default_factory=list)  # that computed NaN: they or the prompt, nobody knows yet
+    suspects: list[NodeSlot] = field(default_factory=list)  # that computed NaN: they or the prompt, nobody knows yet
     waited_s: float = 0.0  # in line
     num_failed: int = 0
     num_refused: int = 0
@@ -199,7 +199,7 @@ class Trip:
         }
 
 
-def with_usage(document: dict[str, Any], trip: Trip) -> bool:
+def with_usage(document: dict[str, Any], trip: RoutedRequest) -> bool:
     """Add what the way took to an answer's usage, if it has one; whether it has.
 
     `phases` becomes the whole way's: the answering node's parts, the prefill node's, and time in line here.

@@ -1,7 +1,7 @@
 """What a node says of itself to a router, every third of its lease: the heartbeat, checked field by field.
 
-A value and its JSON, for both ends: a node makes one and sends `document()`, the router reads it with `Beat.read`. The
-fields, with their types, are in `router.py`, where the whole protocol is.
+A value and its JSON, for both ends: a node makes one and sends `document()`, the router reads it with `Heartbeat.read`.
+The fields, with their types, are in `router.py`, where the whole protocol is.
 """
 
 import math
@@ -53,7 +53,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """One heartbeat. Raises InvalidInput, with a sentence, for what a node cannot be."""
 
     node: str  # its name: in the residency index, in tickets, here

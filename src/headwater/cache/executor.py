@@ -11,7 +11,7 @@ from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 
 
-class Hands(Protocol):
+class Executor(Protocol):
     """Who carries instructions out (`transfer/executor/worker.py`). Reports through the callback it was given."""
 
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
@@ -73,7 +73,7 @@ class NoHands:
         return False
 
 
-class Announcer(Protocol):
+class MoveListener(Protocol):
     """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
 
     def offer(self, moves: Sequence[ev.Came | ev.Went | ev.Lost]) -> None:
