@@ -164,7 +164,7 @@ class ScriptedHands:
             self.on_death: Callable[[str], None] | None = None
             self.death: str | None = None
             self.num_shots = 0
-            self.shoot = self._shoot
+            self.kill = self._shoot
 
     def submit(self, instructions: Iterable[Instruction]) -> None:
         if self.refuses is not None:

@@ -147,7 +147,7 @@ def test_slots_of_a_stopped_process_are_not_free_until_it_has_said_so(
 
 def test_a_silent_process_is_shot_where_that_is_allowed(shm: Path, local: LocalStore, processes: RankProcesses) -> None:
     written(local, processes)
-    process, here, _ = paused(processes, shm, may_shoot=True)
+    process, here, _ = paused(processes, shm, may_kill=True)
     group = Pair(local, process, lost_after_s=0.1)
     job = group.load([5, 6, 7], within_s=0.1)
     wait_until(here.exists)

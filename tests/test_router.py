@@ -1123,8 +1123,8 @@ def test_hundreds_of_requests_while_everything_goes_wrong() -> None:
         here.until_idle()
         trips = here.state()["decisions"]
         assert 200 * rounds - chaos.outcomes["left"] <= len(trips) <= 200 * rounds  # who left at once was never seen
-        for trip in trips:
-            assert trip["total_s"] < chaos.limits_s[trip["request_id"]] + 0.5 + stalls.most_s, trip
+        for routed in trips:
+            assert routed["total_s"] < chaos.limits_s[routed["request_id"]] + 0.5 + stalls.most_s, routed
         assert chaos.outcomes["answered"] > 60, chaos.outcomes
         assert {"left", "200 in a stream"} <= set(chaos.outcomes), chaos.outcomes
         assert {"502", "503", "504"} & set(chaos.outcomes), chaos.outcomes

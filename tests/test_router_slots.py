@@ -281,13 +281,13 @@ def test_a_connection_that_does_not_come_in_time_is_not_held_against_a_node_that
         send, entry = Relay._send, here.router.nodes.get("m")
         assert entry is not None
 
-        async def late(relay: Relay, hop: Any) -> Any:
-            tried.append(hop.attempt)
+        async def late(relay: Relay, call: Any) -> Any:
+            tried.append(call.attempt)
             if len(tried) == 1:
                 if lived:  # somebody else was answered meanwhile
                     entry.lived_s = asyncio.get_running_loop().time()
                 raise httpx2.ConnectTimeout("as if")
-            return await send(relay, hop)
+            return await send(relay, call)
 
         monkeypatch.setattr(Relay, "_send", late)
         assert here.complete(request_id="two").status_code == 200
@@ -316,7 +316,7 @@ def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rest
         assert asked is not None
         assert other is not None
         router.nodes.lives(other, heard_s)
-        way = trip()
+        way = routed()
         way.attempts.append(Attempt(phase=Phase.MIXED, node="n", began_s=10.0))
         router._asker._blame(way, asked, trouble, 20.0)
         assert asked.entry.facts(20.0).resting is rests
@@ -328,7 +328,7 @@ def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rest
 # --- answers in one piece ---------------------------------------------------------------------------------------------
 
 
-def trip() -> RoutedRequest:
+def routed() -> RoutedRequest:
     return RoutedRequest(Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="r", until_s=1.0), 0.0)
 
 
@@ -357,7 +357,7 @@ def test_a_large_answer_is_what_a_small_one_would_be(
     body = json.dumps(document, ensure_ascii=ascii_only, separators=separators).encode()
     read = WholeAnswer.read(body)
     assert read is not None
-    found = json.loads(read.content(trip()))
+    found = json.loads(read.content(routed()))
     told = found["usage"].pop("headwater", None)
     own = usage.pop("headwater", None)
     assert found == document
@@ -396,7 +396,7 @@ def test_a_large_answer_without_a_usage_goes_on_as_it_came() -> None:
         body = b'{"choices": [' + b"1," * 100_000 + b"1], " + end
         read = WholeAnswer.read(body)
         assert read is not None
-        assert json.loads(read.content(trip())) == json.loads(body)
+        assert json.loads(read.content(routed())) == json.loads(body)
 
 
 def test_a_routers_loop_takes_no_large_answer_apart(monkeypatch: pytest.MonkeyPatch) -> None:

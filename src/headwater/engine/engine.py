@@ -366,7 +366,7 @@ class Engine:
             one.request.whole = False
             self.num_computed_tokens += one.end - one.start
         for one in work:
-            self._handover.pay(one.request)
+            self._handover.release_first_token(one.request)
         ends = {one.request: self._give(one.request, chosen[one.request]) for one in work if one.request in chosen}
         for one in work:  # who waits for a token has it; now there is time for the cache
             self.connector.commit(one.request)

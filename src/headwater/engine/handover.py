@@ -1,7 +1,7 @@
 """Requests that come from another engine, or go to one: what is done when, in the engine's thread.
 
     to be sent    prompt computed -> `keep` the first token -> (the cache writes) -> sent -> over, with a ticket
-    taken over    slots, or refused -> (the cache loads) -> fetched -> `pay` the first token -> runs
+    taken over    slots, or refused -> (the cache loads) -> fetched -> `release_first_token` the first token -> runs
 
 Decides and tells; bytes move in `handoffs.py`'s threads and in the cache's. Not here: steps and tokens (`engine.py`).
 
@@ -169,13 +169,13 @@ class Handover:
         ticket, first = taking.ticket, taking.ticket.first
         request.seed = ticket.sampler.seed
         told = () if first.logprob is None else (TokenLogprob(first.token, first.logprob, first.top),)
-        request.owed = Output(tokens=(first.token,), logprobs=told)
+        request.pending_first_token = Output(tokens=(first.token,), logprobs=told)
         if ticket.finish is Over.STOP:
             self._tell_end(request, Finish.STOP)
         elif ticket.finish is Over.LENGTH:
             request.tokens.append(first.token)
             request.num_computed = len(request.prompt)  # by who sent it
-            self.pay(request)
+            self.release_first_token(request)
             self._tell_end(request, Finish.LENGTH)
 
     def _admit(self, request: Request, taking: Taking) -> bool:
@@ -232,13 +232,13 @@ class Handover:
         self._connector.taken(request, num_tokens)
         request.tokens.append(taking.ticket.first.token)
         request.phase = Phase.RUNNING
-        self.pay(request)
+        self.release_first_token(request)
 
-    def pay(self, request: Request) -> None:
+    def release_first_token(self, request: Request) -> None:
         """Say the first token of one that was taken over, if all that comes before it is there."""
-        if request.owed is not None and request.num_computed >= len(request.prompt):
+        if request.pending_first_token is not None and request.num_computed >= len(request.prompt):
             request.first_token_s = time.monotonic()
-            output, request.owed = request.owed, None
+            output, request.pending_first_token = request.pending_first_token, None
             self._tell(request, output)
 
     # ------------------------------------------------------------------------------------------------------------------

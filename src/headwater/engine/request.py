@@ -200,7 +200,9 @@ class Request:
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     seed: int | None = None  # of its draws; None: not settled yet
     tally: "Tally | None" = None  # of its tokens, where penalties go by them; the sampler's
-    owed: "Output | None" = None  # the first token of one that was taken over: told when everything before it is there
+    pending_first_token: "Output | None" = (
+        None  # the first token of one that was taken over: told when everything before it is there
+    )
     kept: "tuple[FirstToken, Over] | None" = None  # the first token of one that is to be sent, until that begins
     admitted_s: float | None = None  # when it first had slots
     pool_s: float | None = None

@@ -54,7 +54,7 @@ _MAX_BEAT_BYTES: Final = 64 << 10
 
 
 class Responder:
-    """The client of one request (`disagg.trip.Client`)."""
+    """The client of one request (`routed_request.Client`)."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.begun = False

@@ -44,105 +44,105 @@ class Asker:
         self._fair_s = fair_s
         self._changed = changed
 
-    async def prefill(self, trip: RoutedRequest, visit: NodeSlot) -> dict[str, Any]:
+    async def prefill(self, routed: RoutedRequest, visit: NodeSlot) -> dict[str, Any]:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
-        with self._visiting(trip, visit, Phase.PREFILL) as attempt:
-            async with self._relay.exchange(_hop(trip, visit, _PREFILL, {})) as heard:
+        with self._visiting(routed, visit, Phase.PREFILL) as attempt:
+            async with self._relay.exchange(_node_call(routed, visit, _PREFILL, {})) as heard:
                 document = await heard.document()
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
                 raise Unanswered(Trouble.FAILED, f"{visit.name} answered without a ticket")
             if ticket.get("identity") != visit.entry.beat.identity:
                 raise Unanswered(Trouble.FAILED, f"{visit.name} gave a ticket of another identity than it told")
-        trip.num_prefills += 1
-        trip.add("prefill", attempt.seconds)
+        routed.num_prefills += 1
+        routed.add("prefill", attempt.seconds)
         phases, usage = document.get("phases"), document.get("usage")
-        trip.told(phases)
+        routed.told(phases)
         pool_s = phases.get("pool_s") if isinstance(phases, dict) else None
         if isinstance(pool_s, int | float) and 0 <= pool_s < 1e6:
-            trip.add("pool", pool_s)
+            routed.add("pool", pool_s)
         computed = usage.get("computed_tokens") if isinstance(usage, dict) else None
         if isinstance(computed, int) and 0 < computed < 1e9 and attempt.seconds > 0:
             self._nodes.measured(visit, prefill_tokens_per_s=computed / attempt.seconds)
         return ticket
 
     async def answer(
-        self, trip: RoutedRequest, visit: NodeSlot, ticket: Mapping[str, Any] | None, client: Client
+        self, routed: RoutedRequest, visit: NodeSlot, ticket: Mapping[str, Any] | None, client: Client
     ) -> None:
         """Have a decode node, or without a ticket a mixed one, answer the client. Raises Unanswered.
 
-        Before `trip.begun`, nothing has reached the client, and another may be asked.
+        Before `routed.begun`, nothing has reached the client, and another may be asked.
         """
         phase = Phase.MIXED if ticket is None else Phase.DECODE
-        path, more = (trip.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
-        with self._visiting(trip, visit, phase) as attempt:
-            async with self._relay.exchange(_hop(trip, visit, path, more)) as heard:
-                if trip.call.stream:
-                    await self._stream(trip, visit, attempt, heard, client)
+        path, more = (routed.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
+        with self._visiting(routed, visit, phase) as attempt:
+            async with self._relay.exchange(_node_call(routed, visit, path, more)) as heard:
+                if routed.call.stream:
+                    await self._stream(routed, visit, attempt, heard, client)
                 else:
-                    await self._whole(trip, visit, attempt, heard, client)
+                    await self._whole(routed, visit, attempt, heard, client)
 
     async def _whole(
-        self, trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+        self, routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
     ) -> None:
         answer = WholeAnswer.read(await heard.body(asked_for=True))
         if answer is None:
             raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
         now_s = asyncio.get_running_loop().time()
         first_s = heard.seconds(FIRST_SECONDS)
-        _first(trip, visit, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
-        trip.seconds["total"] = now_s - trip.began_s
-        content = answer.content(trip)
-        trip.begun = trip.done = True
+        _first(routed, visit, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
+        routed.seconds["total"] = now_s - routed.began_s
+        content = answer.content(routed)
+        routed.begun = routed.done = True
         await client.whole(content)
 
     async def _stream(
-        self, trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+        self, routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
     ) -> None:
         now_s = asyncio.get_running_loop().time
         trouble = Trouble.FAILED
         async for event, said in heard.events():
-            if not trip.begun:
+            if not routed.begun:
                 if "choices" not in said:
                     raise Unanswered(Trouble.FAILED, f"{visit.name} began a stream without an answer")
-                _first(trip, visit, attempt, heard, now_s())
+                _first(routed, visit, attempt, heard, now_s())
                 self._nodes.lives(visit, now_s())
-                trip.begun = True
+                routed.begun = True
                 await client.begin()
             if said.get("usage"):
-                trip.seconds["total"] = now_s() - trip.began_s
-                event = event_of(said) if with_usage(said, trip) else event
+                routed.seconds["total"] = now_s() - routed.began_s
+                event = event_of(said) if with_usage(said, routed) else event
             await client.event(event)
             if "error" in said:  # the node's own last word; the client has it
-                trip.outcome = Outcome.BROKEN
+                routed.outcome = Outcome.BROKEN
                 code = said["error"].get("code") if isinstance(said["error"], dict) else None
                 trouble = _LAST_WORDS.get(code, trouble) if isinstance(code, str) else trouble
         await client.end()
-        trip.done = True
+        routed.done = True
         await heard.tidy()
-        if trip.outcome is Outcome.BROKEN:
+        if routed.outcome is Outcome.BROKEN:
             raise Unanswered(trouble, f"{visit.name} ended its stream with an error")
 
     @contextmanager
-    def _visiting(self, trip: RoutedRequest, visit: NodeSlot, phase: Phase) -> Iterator[Attempt]:
+    def _visiting(self, routed: RoutedRequest, visit: NodeSlot, phase: Phase) -> Iterator[Attempt]:
         """While a node is asked: remembers what became of it, and gives the slot back."""
         now_s = asyncio.get_running_loop().time
         attempt = Attempt(phase=phase, node=visit.name, began_s=now_s())
-        trip.attempts.append(attempt)
+        routed.attempts.append(attempt)
         try:
             yield attempt
             attempt.outcome = "ok"
             self._nodes.lives(visit, now_s())
             self._nodes.went_well(visit)
-            while trip.suspects:  # it was they, and not the prompt
-                self._nodes.failed(trip.suspects.pop(), now_s(), at_once=False)
-            trip.nodes[phase] = visit.name
+            while routed.suspects:  # it was they, and not the prompt
+                self._nodes.failed(routed.suspects.pop(), now_s(), at_once=False)
+            routed.nodes[phase] = visit.name
         except Unanswered as error:
             attempt.outcome, attempt.why = error.trouble, str(error)
-            self._blame(trip, visit, error.trouble, now_s())
+            self._blame(routed, visit, error.trouble, now_s())
             raise
         except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
-            late = isinstance(error, asyncio.CancelledError) and now_s() >= trip.call.until_s
+            late = isinstance(error, asyncio.CancelledError) and now_s() >= routed.call.until_s
             attempt.outcome = "late" if late else "gone"
             if late and now_s() - attempt.began_s >= self._fair_s:
                 self._nodes.failed(visit, now_s(), at_once=False)
@@ -152,13 +152,13 @@ class Asker:
         finally:
             attempt.seconds = now_s() - attempt.began_s
             if attempt.outcome != "ok":
-                trip.add("retries", attempt.seconds)
+                routed.add("retries", attempt.seconds)
             visit.end()
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
 
-    def _blame(self, trip: RoutedRequest, visit: NodeSlot, trouble: Trouble, now_s: float) -> None:
-        lived_s, began_s = visit.entry.lived_s, trip.attempts[-1].began_s
+    def _blame(self, routed: RoutedRequest, visit: NodeSlot, trouble: Trouble, now_s: float) -> None:
+        lived_s, began_s = visit.entry.lived_s, routed.attempts[-1].began_s
         if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.NOT_FINITE, Trouble.FAILED):
             self._nodes.lives(visit, now_s)  # only a node that has proven itself says so
         if trouble is Trouble.REFUSED:
@@ -167,7 +167,7 @@ class Asker:
             self._nodes.went_well(visit)
         elif trouble is Trouble.NOT_FINITE:
             self._nodes.unproven(visit, now_s)
-            trip.suspects.append(visit)
+            routed.suspects.append(visit)
         elif trouble is Trouble.UNREACHED and lived_s >= began_s:  # it is slow, or we are
             self._nodes.unproven(visit, now_s)
         else:
@@ -177,20 +177,20 @@ class Asker:
                 self._metrics.event("node_resting", node=visit.name, why=trouble)
 
 
-def _first(trip: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, now_s: float) -> None:
+def _first(routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, now_s: float) -> None:
     """The first token is there."""
     pool_s = heard.seconds(POOL_SECONDS)
     if pool_s is not None:
-        trip.add("pool", pool_s)
+        routed.add("pool", pool_s)
     visit.computed()
-    trip.nodes[attempt.phase] = visit.name
-    trip.add("decode" if attempt.phase is Phase.DECODE else "mixed", now_s - attempt.began_s)
-    trip.seconds["ttft"] = now_s - trip.began_s
+    routed.nodes[attempt.phase] = visit.name
+    routed.add("decode" if attempt.phase is Phase.DECODE else "mixed", now_s - attempt.began_s)
+    routed.seconds["ttft"] = now_s - routed.began_s
 
 
-def _hop(trip: RoutedRequest, visit: NodeSlot, path: str, more: Mapping[str, Any] | None) -> NodeCall:
+def _node_call(routed: RoutedRequest, visit: NodeSlot, path: str, more: Mapping[str, Any] | None) -> NodeCall:
     """What is sent: the client's body, in an envelope where there is `more` to say."""
-    call, content = trip.call, trip.call.content
+    call, content = routed.call, routed.call.content
     if more is not None:
         envelope = json.dumps({"endpoint": call.endpoint, **more}, allow_nan=False, separators=(",", ":"))
         content = envelope[:-1].encode() + b',"body":' + content + b"}"

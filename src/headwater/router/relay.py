@@ -89,8 +89,8 @@ class Unanswered(HeadwaterError):
 class Heard:
     """An answer that has begun, with status 200."""
 
-    def __init__(self, hop: NodeCall, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
-        self._hop = hop
+    def __init__(self, call: NodeCall, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
+        self._node_call = call
         self._response = response
         self._watch = watch
         self._limit_bytes = limit_bytes
@@ -107,7 +107,7 @@ class Heard:
         """The answer, a JSON object. Raises Unanswered."""
         found = _object(await self.body())
         if found is None:
-            raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no JSON object")
+            raise Unanswered(Trouble.FAILED, f"{self._node_call.node} sent no JSON object")
         return found
 
     async def body(self, *, asked_for: bool = False) -> bytes:
@@ -122,7 +122,7 @@ class Heard:
                 raise (
                     _too_large(self._limit_bytes)
                     if asked_for
-                    else Unanswered(Trouble.FAILED, f"{self._hop.node} sent more than {self._limit_bytes} bytes")
+                    else Unanswered(Trouble.FAILED, f"{self._node_call.node} sent more than {self._limit_bytes} bytes")
                 )
         return bytes(body)
 
@@ -132,18 +132,18 @@ class Heard:
         Ends after `[DONE]`, or after an event that says `error`. A stream that ends before is a broken one.
         """
         if not self._response.headers.get("content-type", "").startswith("text/event-stream"):
-            raise Unanswered(Trouble.FAILED, f"{self._hop.node} was asked for a stream and sent something else")
+            raise Unanswered(Trouble.FAILED, f"{self._node_call.node} was asked for a stream and sent something else")
         reader = EventReader()
         while (chunk := await self._chunk()) is not None:
             try:
                 events = reader.feed(chunk)
             except NotEvents as error:
-                raise Unanswered(Trouble.FAILED, f"{self._hop.node} sent no stream: {error}") from error
+                raise Unanswered(Trouble.FAILED, f"{self._node_call.node} sent no stream: {error}") from error
             for event, said in events:
                 yield event, said
                 if not said or "error" in said:
                     return
-        raise Unanswered(Trouble.BROKEN, f"the stream of {self._hop.node} ended in the middle")
+        raise Unanswered(Trouble.BROKEN, f"the stream of {self._node_call.node} ended in the middle")
 
     async def tidy(self) -> None:
         """Let a stream end by itself after its last event, so that its node does not take us for somebody who left."""
@@ -200,45 +200,45 @@ class Relay:
         return self._clients[secure]
 
     @asynccontextmanager
-    async def exchange(self, hop: NodeCall) -> AsyncIterator[Heard]:
+    async def exchange(self, call: NodeCall) -> AsyncIterator[Heard]:
         """Send, and wait for an answer that begins with 200. Raises Unanswered, now or while it is read."""
         watch: _Watch | None = None
         try:
             async with asyncio.timeout(None) as alarm:
-                async with _Watch(self, hop, alarm) as watch:
+                async with _Watch(self, call, alarm) as watch:
                     with watch:
-                        response = await self._send(hop)
+                        response = await self._send(call)
                     try:
                         if response.status_code != 200:
                             with watch:
-                                raise judge(hop.node, response.status_code, await _read_error(response))
-                        yield Heard(hop, response, watch, limit_bytes=self._limit_bytes)
+                                raise judge(call.node, response.status_code, await _read_error(response))
+                        yield Heard(call, response, watch, limit_bytes=self._limit_bytes)
                     finally:
                         await response.aclose()
         except TimeoutError:
             if watch is None or watch.why is None:
                 raise  # the caller's own
-            raise Unanswered(Trouble.HUNG, f"{hop.node} {watch.why}") from None
+            raise Unanswered(Trouble.HUNG, f"{call.node} {watch.why}") from None
         except NotProven as error:
-            raise _untrusted(hop.node, error) from error
+            raise _untrusted(call.node, error) from error
         except httpx2.ConnectTimeout as error:
-            raise _no_connection(hop.node, self._connect_s) from error
+            raise _no_connection(call.node, self._connect_s) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Unanswered(Trouble.BROKEN, f"the connection to {hop.node} failed: {_words(error)}") from error
+            raise Unanswered(Trouble.BROKEN, f"the connection to {call.node} failed: {_words(error)}") from error
 
-    async def _send(self, hop: NodeCall) -> httpx2.Response:
+    async def _send(self, call: NodeCall) -> httpx2.Response:
         headers = {
             "content-type": "application/json",
-            "accept": "text/event-stream" if hop.stream else "application/json",
-            REQUEST_ID: hop.request_id,
-            ATTEMPT: hop.attempt,
-            TIMEOUT: f"{max(hop.timeout_s, 0.0):.3f}",
+            "accept": "text/event-stream" if call.stream else "application/json",
+            REQUEST_ID: call.request_id,
+            ATTEMPT: call.attempt,
+            TIMEOUT: f"{max(call.timeout_s, 0.0):.3f}",
         }
-        peer = self._peer(hop.node, hop.url)
+        peer = self._peer(call.node, call.url)
         if not peer.proven:
-            await self._prove(hop.node, peer)
-        client = self._client(hop.url)
-        request = client.build_request("POST", hop.url + hop.path, content=hop.content, headers=headers)
+            await self._prove(call.node, peer)
+        client = self._client(call.url)
+        request = client.build_request("POST", call.url + call.path, content=call.content, headers=headers)
         return await client.send(request, stream=True, auth=peer.auth)
 
     # --- whether a node is one ----------------------------------------------------------------------------------------
@@ -292,13 +292,13 @@ class Relay:
         """How long it then has to answer."""
         return self._probe_s
 
-    async def probe(self, hop: NodeCall) -> str | None:
+    async def probe(self, call: NodeCall) -> str | None:
         """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
         silent = f"said nothing for {self._silence_s:g} s"
         try:
             async with asyncio.timeout(self._probe_s):
-                auth = self._peer(hop.node, hop.url).auth
-                found = await self._client(hop.url).get(f"{hop.url}/pd/attempts/{hop.attempt}", auth=auth)
+                auth = self._peer(call.node, call.url).auth
+                found = await self._client(call.url).get(f"{call.url}/pd/attempts/{call.attempt}", auth=auth)
         except (TimeoutError, httpx2.HTTPError):
             return f"{silent}, nor when it was asked"
         except NotProven as error:
@@ -314,10 +314,10 @@ class Relay:
 class _Watch:
     """Sounds the alarm when a node is silent and cannot say why. As a context: while we listen to the node."""
 
-    def __init__(self, relay: Relay, hop: NodeCall, alarm: asyncio.Timeout) -> None:
+    def __init__(self, relay: Relay, call: NodeCall, alarm: asyncio.Timeout) -> None:
         self.why: str | None = None
         self._relay = relay
-        self._hop = hop
+        self._node_call = call
         self._alarm = alarm
         self._loop = asyncio.get_running_loop()
         self._since_s: float | None = None  # when we began to wait for its next word; None: it waits for us
@@ -346,7 +346,7 @@ class _Watch:
             if quiet_s < silence_s:
                 await asyncio.sleep(silence_s - quiet_s)
                 continue
-            why = await self._relay.probe(self._hop)
+            why = await self._relay.probe(self._node_call)
             asked_s = self._loop.time()
             if why is not None and self._since_s == since_s:  # not a word in between
                 self.why = why

@@ -1,6 +1,6 @@
 """One request's way through the router: what was asked, who was tried and why, how long each part took.
 
-Values and arithmetic, no sockets. A trip is what `/state` shows, what the histograms get, and what the client is told
+Values and arithmetic, no sockets. A routed is what `/state` shows, what the histograms get, and what the client is told
 in `usage.headwater.router`.
 """
 
@@ -15,7 +15,7 @@ from headwater.router.choice import Candidate, Choice, Held, Size
 from headwater.router.nodes import NodeSlot
 from headwater.router.relay import Unanswered
 
-_NUM_SHOWN: Final = 16  # decisions of one trip
+_NUM_SHOWN: Final = 16  # decisions of one routed
 _WANTED: Final = 128  # tokens, where the client does not say
 _BYTES_PER_TOKEN: Final = 4  # of a body whose tokens nobody has counted
 _PARTS: Final = ("queue_s", "prefill_s", "pool_write_s", "pool_read_s", "decode_s")  # that nodes tell of
@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a trip ended."""
+    """How a routed ended."""
 
     ANSWERED = "answered"
     REJECTED = "rejected"  # the client's fault
@@ -199,7 +199,7 @@ class RoutedRequest:
         }
 
 
-def with_usage(document: dict[str, Any], trip: RoutedRequest) -> bool:
+def with_usage(document: dict[str, Any], routed: RoutedRequest) -> bool:
     """Add what the way took to an answer's usage, if it has one; whether it has.
 
     `phases` becomes the whole way's: the answering node's parts, the prefill node's, and time in line here.
@@ -209,12 +209,12 @@ def with_usage(document: dict[str, Any], trip: RoutedRequest) -> bool:
         return False
     own = usage.get("headwater")
     own = own if isinstance(own, dict) else {}
-    here = {"queue_s": trip.seconds.get("queue", 0.0)}
-    phases = _sum(_sum(here, trip.parts), own.get("phases"))
-    if "retries" in trip.seconds:
-        phases["retries_s"] = trip.seconds["retries"]
+    here = {"queue_s": routed.seconds.get("queue", 0.0)}
+    phases = _sum(_sum(here, routed.parts), own.get("phases"))
+    if "retries" in routed.seconds:
+        phases["retries_s"] = routed.seconds["retries"]
     rounded = {name: round(seconds, 6) for name, seconds in phases.items()}
-    usage["headwater"] = {**own, "phases": rounded, "router": trip.usage()}
+    usage["headwater"] = {**own, "phases": rounded, "router": routed.usage()}
     return True
 
 

@@ -268,28 +268,28 @@ class Router:
     async def route(self, call: Call, client: Client) -> None:
         """Answer a request. Raises NoAnswer if there is none and nothing was sent; cancelled if the client leaves."""
         loop = asyncio.get_running_loop()
-        trip = RoutedRequest(call, loop.time())
-        self._trips.add(trip)
+        routed = RoutedRequest(call, loop.time())
+        self._trips.add(routed)
         try:
             try:
                 async with asyncio.timeout_at(call.until_s):
-                    await self._travel(trip, client)
-                trip.outcome = trip.outcome or Outcome.ANSWERED
+                    await self._travel(routed, client)
+                routed.outcome = routed.outcome or Outcome.ANSWERED
             except TimeoutError:
-                took_s = loop.time() - trip.began_s
+                took_s = loop.time() - routed.began_s
                 message = f"there was no answer within {took_s:.3g} s"
-                raise NoAnswer(Outcome.LATE, 504, message, code="timeout") from trip.trouble
+                raise NoAnswer(Outcome.LATE, 504, message, code="timeout") from routed.trouble
         except NoAnswer as failure:
-            if trip.done:
-                trip.outcome = trip.outcome or Outcome.ANSWERED
-            elif trip.begun:
-                trip.outcome = Outcome.BROKEN
+            if routed.done:
+                routed.outcome = routed.outcome or Outcome.ANSWERED
+            elif routed.begun:
+                routed.outcome = Outcome.BROKEN
                 await self._break_off(client, failure)
             else:
-                trip.outcome = failure.outcome
+                routed.outcome = failure.outcome
                 raise
         finally:
-            self._end(trip, trip.outcome or Outcome.GONE, loop.time())
+            self._end(routed, routed.outcome or Outcome.GONE, loop.time())
 
     @staticmethod
     async def _break_off(client: Client, failure: NoAnswer) -> None:
@@ -300,34 +300,34 @@ class Router:
                 await client.event(event_of({"error": error}))
                 await client.end()
 
-    def _end(self, trip: RoutedRequest, outcome: Outcome, now_s: float) -> None:
-        self._trips.discard(trip)
-        self._promise(trip, 0)
-        trip.seconds["total"] = now_s - trip.began_s
-        trip.outcome = outcome
+    def _end(self, routed: RoutedRequest, outcome: Outcome, now_s: float) -> None:
+        self._trips.discard(routed)
+        self._promise(routed, 0)
+        routed.seconds["total"] = now_s - routed.began_s
+        routed.outcome = outcome
         self.metrics.count("router_requests_total", outcome=outcome)
         if outcome is Outcome.ANSWERED:
-            for phase, seconds in trip.seconds.items():
+            for phase, seconds in routed.seconds.items():
                 self.metrics.observe("router_phase_seconds", seconds, phase=phase)
-        self._decisions.append(trip.document())
+        self._decisions.append(routed.document())
         self._changed()
 
-    async def _travel(self, trip: RoutedRequest, client: Client) -> None:
-        self._require_answers(trip.call)
-        trip.held = await self._looker.look(trip.call.endpoint, trip.call.body)
-        trip.add("queue", asyncio.get_running_loop().time() - trip.began_s)
+    async def _travel(self, routed: RoutedRequest, client: Client) -> None:
+        self._require_answers(routed.call)
+        routed.held = await self._looker.look(routed.call.endpoint, routed.call.body)
+        routed.add("queue", asyncio.get_running_loop().time() - routed.began_s)
         ticket: Mapping[str, Any] | None = None
         while True:
-            candidate, visit = await self._next(trip, with_ticket=ticket is not None)
+            candidate, visit = await self._next(routed, with_ticket=ticket is not None)
             try:
                 if candidate.role is Role.PREFILL:
-                    ticket = await self._asker.prefill(trip, visit)
+                    ticket = await self._asker.prefill(routed, visit)
                 else:
                     with_ticket = ticket if candidate.role is Role.DECODE else None
-                    await self._asker.answer(trip, visit, with_ticket, client)
+                    await self._asker.answer(routed, visit, with_ticket, client)
                     return
             except Unanswered as trouble:
-                if self._must_prefill(trip, candidate, trouble):
+                if self._must_prefill(routed, candidate, trouble):
                     ticket = None
 
     def _require_answers(self, call: Call) -> None:
@@ -339,7 +339,7 @@ class Router:
             error = {"message": message, "type": "invalid_request_error", "param": param, "code": "invalid_value"}
             raise NoAnswer(Outcome.REJECTED, 400, message, code="rejected", document={"error": error})
 
-    def _must_prefill(self, trip: RoutedRequest, candidate: Candidate, trouble: Unanswered) -> bool:
+    def _must_prefill(self, routed: RoutedRequest, candidate: Candidate, trouble: Unanswered) -> bool:
         """What to do next: whether a ticket is worth nothing any more. Raises NoAnswer if nobody else may be tried."""
         kind = trouble.trouble
         if kind is Trouble.REJECTED:
@@ -347,52 +347,54 @@ class Router:
                 Outcome.REJECTED, trouble.status, str(trouble), code="rejected", document=trouble.document
             ) from trouble
         if kind is Trouble.REFUSED:
-            trip.num_refused += 1
-            if trip.num_refused <= self.config.max_refusals:
+            routed.num_refused += 1
+            if routed.num_refused <= self.config.max_refusals:
                 return False
             raise NoAnswer(Outcome.REFUSED, 503, "all nodes are busy: try again later", code="no_room") from trouble
-        trip.trouble = trouble
+        routed.trouble = trouble
         lost = kind is Trouble.MISSING and candidate.role is Role.DECODE
         if lost:
-            trip.failed.add(trip.nodes["prefill"])  # others first: it may be what it wrote that is bad
-            enough = trip.num_prefills >= self.config.max_prefills
+            routed.failed.add(routed.nodes["prefill"])  # others first: it may be what it wrote that is bad
+            enough = routed.num_prefills >= self.config.max_prefills
         else:
-            trip.failed.add(candidate.node)
-            trip.num_failed += 1
-            enough = trip.num_failed >= self.config.max_attempts or len(trip.suspects) >= _SECOND_OPINION
-        if enough or trip.begun:
-            raise _failed(trip) from trouble
+            routed.failed.add(candidate.node)
+            routed.num_failed += 1
+            enough = routed.num_failed >= self.config.max_attempts or len(routed.suspects) >= _SECOND_OPINION
+        if enough or routed.begun:
+            raise _failed(routed) from trouble
         return lost
 
     # --- who is asked -------------------------------------------------------------------------------------------------
 
-    async def _next(self, trip: RoutedRequest, *, with_ticket: bool) -> _Taken:
+    async def _next(self, routed: RoutedRequest, *, with_ticket: bool) -> _Taken:
         """The node to ask now; waits for room. Raises NoAnswer."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         left_out: dict[str, str] = {}
-        num_slots = self._num_slots(trip)
-        self._promise(trip, num_slots if with_ticket else 0)
+        num_slots = self._num_slots(routed)
+        self._promise(routed, num_slots if with_ticket else 0)
 
         def take() -> _Taken | None:
-            if loop.time() >= trip.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
+            if loop.time() >= routed.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
                 return None
-            choice = self._choose(trip, with_ticket=with_ticket)
+            choice = self._choose(routed, with_ticket=with_ticket)
             left_out.clear()
             left_out.update(choice.left_out)
-            taken = self._take(trip, choice)
+            taken = self._take(routed, choice)
             self._turns[with_ticket] += taken is not None
             return taken
 
         gate = self._handover if with_ticket else self._entrance
-        until_s = began_s + self.config.queue_timeout_s - trip.waited_s  # in all: who is refused comes again and again
-        taken = await gate.wait(take, until_s=until_s, num_slots=num_slots, in_front=bool(trip.attempts))
-        trip.waited_s += loop.time() - began_s
-        trip.add("queue", loop.time() - began_s)
+        until_s = (
+            began_s + self.config.queue_timeout_s - routed.waited_s
+        )  # in all: who is refused comes again and again
+        taken = await gate.wait(take, until_s=until_s, num_slots=num_slots, in_front=bool(routed.attempts))
+        routed.waited_s += loop.time() - began_s
+        routed.add("queue", loop.time() - began_s)
         if taken is not None:
             return taken
-        if trip.trouble is not None:
-            raise _failed(trip) from trip.trouble
+        if routed.trouble is not None:
+            raise _failed(routed) from routed.trouble
         why = "; ".join(f"{node} {reason}" for node, reason in sorted(left_out.items())[:8])
         raise NoAnswer(
             Outcome.REFUSED,
@@ -401,41 +403,41 @@ class Router:
             code="no_room" if left_out else "no_node",
         )
 
-    def _choose(self, trip: RoutedRequest, *, with_ticket: bool) -> Choice:
+    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> Choice:
         facts = self.nodes.facts(self._sweep())
         if with_ticket:
-            return choose_decode(facts, trip.size, trip.held, turn=self._turns[True], failed=trip.failed)
+            return choose_decode(facts, routed.size, routed.held, turn=self._turns[True], failed=routed.failed)
         return choose_entry(
-            facts, trip.size, trip.held, turn=self._turns[False], promised=self._num_promised, failed=trip.failed
+            facts, routed.size, routed.held, turn=self._turns[False], promised=self._num_promised, failed=routed.failed
         )
 
-    def _take(self, trip: RoutedRequest, choice: Choice) -> _Taken | None:
+    def _take(self, routed: RoutedRequest, choice: Choice) -> _Taken | None:
         """The first of a choice that takes a request."""
         now_s = asyncio.get_running_loop().time()
         for one in choice.candidates:
-            held = 0 if trip.held is None else trip.held.at(one.node)
-            tokens = 0 if one.role is Role.DECODE else max(0, trip.size.prompt - held)
+            held = 0 if routed.held is None else routed.held.at(one.node)
+            tokens = 0 if one.role is Role.DECODE else max(0, routed.size.prompt - held)
             visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
             if visit is not None:
-                self._promise(trip, self._num_slots(trip) if one.role is Role.PREFILL else 0)
-                trip.decided(choice, one)
+                self._promise(routed, self._num_slots(routed) if one.role is Role.PREFILL else 0)
+                routed.decided(choice, one)
                 self.metrics.count("router_choices_total", role=one.role, how=choice.how)
                 return one, visit
         return None
 
-    def _num_slots(self, trip: RoutedRequest) -> int:
+    def _num_slots(self, routed: RoutedRequest) -> int:
         """What a request takes of the slots of whoever will answer it."""
-        if trip.call.num_answers == 1:
+        if routed.call.num_answers == 1:
             return 1
         facts = self.nodes.facts(self._sweep())
-        return max((one.num_slots(trip.size) for one in facts if one.role is not Role.PREFILL), default=1)
+        return max((one.num_slots(routed.size) for one in facts if one.role is not Role.PREFILL), default=1)
 
-    def _promise(self, trip: RoutedRequest, num_slots: int) -> None:
+    def _promise(self, routed: RoutedRequest, num_slots: int) -> None:
         """While a request is in prefill, or waits with a ticket, slots of some decode node are as good as taken."""
-        self._num_promised += num_slots - trip.num_promised
-        trip.num_promised = num_slots
+        self._num_promised += num_slots - routed.num_promised
+        routed.num_promised = num_slots
 
 
-def _failed(trip: RoutedRequest) -> NoAnswer:
-    tried = f"{len(trip.attempts)} attempts" if len(trip.attempts) > 1 else "one attempt"
-    return NoAnswer(Outcome.FAILED, 502, f"no answer after {tried}; the last: {trip.trouble}", code="upstream_failed")
+def _failed(routed: RoutedRequest) -> NoAnswer:
+    tried = f"{len(routed.attempts)} attempts" if len(routed.attempts) > 1 else "one attempt"
+    return NoAnswer(Outcome.FAILED, 502, f"no answer after {tried}; the last: {routed.trouble}", code="upstream_failed")

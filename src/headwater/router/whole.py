@@ -46,11 +46,11 @@ class WholeAnswer:
         end = _object(b"{" + body[at:]) if behind_name else None
         return cls(body) if end is None else cls(body[:at], end)
 
-    def content(self, trip: RoutedRequest) -> bytes:
+    def content(self, routed: RoutedRequest) -> bytes:
         """What the client gets."""
         if not self.end:
             return self.head
-        with_usage(self.end, trip)
+        with_usage(self.end, routed)
         return self.head + json.dumps(self.end, allow_nan=False, separators=(",", ":")).encode()[1:]
 
 

@@ -166,7 +166,7 @@ class RankProcesses:
             )
         self._control.settimeout(_PATIENCE_S)
 
-    def start(self, rank: int, *, may_shoot: bool = False, **facts: Any) -> RankProcess:
+    def start(self, rank: int, *, may_kill: bool = False, **facts: Any) -> RankProcess:
         """A process that serves a rank.
 
         `pause`: two paths; it makes the first when it writes to a slot, and waits for the second. `rank_there`: the
@@ -187,7 +187,7 @@ class RankProcesses:
         self._pids.append(pid)
         pages = pages_of(self._layout, mine)
         seats = connect_rank(
-            ours, rank=rank, pid=pid, pages=pages, identity=IDENTITY, may_shoot=may_shoot, timeout_s=_PATIENCE_S
+            ours, rank=rank, pid=pid, pages=pages, identity=IDENTITY, may_kill=may_kill, timeout_s=_PATIENCE_S
         )
         return RankProcess(rank, pid, seats, devices, pages)
 

@@ -156,7 +156,7 @@ class Starting:
                 pages=[self._page],
                 identity=self._identity,
                 timeout_s=timeout_s,
-                may_shoot=True,
+                may_kill=True,
             )
         except RankUnavailable as error:
             self._sock.close()

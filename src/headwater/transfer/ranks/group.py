@@ -15,7 +15,7 @@ Invariants:
   copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
-  allowed (`Mortal.shoot`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
+  allowed (`Mortal.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
   all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
@@ -397,7 +397,7 @@ class Ranks:
         for at in sorted(job.waiting):
             self._roster.change(self._seats[at].rank, RankState.SILENT, why)
             hands = self._seats[at].hands
-            shots.append(isinstance(hands, Mortal) and hands.shoot())
+            shots.append(isinstance(hands, Mortal) and hands.kill())
         if all(shots) and not job.shot:
             job.shot = True
             self._set_alarm(job, self._clock.monotonic() + self._lost_after_s)

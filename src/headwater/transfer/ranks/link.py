@@ -36,8 +36,8 @@ _LAST_S: Final = 1.0  # for threads that have nothing more to wait for
 class RankLink:
     """One rank's process. Owns the socket, and two threads; the process is the caller's."""
 
-    def __init__(self, sock: socket.socket, *, rank: int, pid: int, num_seats: int, may_shoot: bool = False) -> None:
-        """`may_shoot`: the group may kill the process if it stays silent. Raises RankUnavailable if there is none."""
+    def __init__(self, sock: socket.socket, *, rank: int, pid: int, num_seats: int, may_kill: bool = False) -> None:
+        """`may_kill`: the group may kill the process if it stays silent. Raises RankUnavailable if there is none."""
         try:
             self._process = os.pidfd_open(pid)
         except OSError as error:
@@ -47,7 +47,7 @@ class RankLink:
         self.death: str | None = None
         self.on_counted: Callable[[dict[str, float]], None] | None = None  # hears which counters grew over there
         self.hands = tuple(LinkHands(self, at) for at in range(num_seats))
-        self._may_shoot = may_shoot
+        self._may_kill = may_kill
         self._sock = sock
         self._wake = os.eventfd(0)
         self._fds = [self._process, self._wake]
@@ -82,11 +82,11 @@ class RankLink:
             self._answered.wait_for(lambda: number in self._answers or self._is_gone, timeout_s)
             return self._answers.pop(number, None)
 
-    def shoot(self) -> bool:
+    def kill(self) -> bool:
         """Kill the process, if that is allowed. Does not block. False: it was not, or could not be done."""
         with self._lock:
-            if not (self._may_shoot and self._fds) or self.death is not None:
-                return self._may_shoot
+            if not (self._may_kill and self._fds) or self.death is not None:
+                return self._may_kill
             try:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             except OSError as error:
@@ -219,9 +219,9 @@ class LinkHands:
         """Why the process is known to be dead."""
         return self._link.death
 
-    def shoot(self) -> bool:
+    def kill(self) -> bool:
         """Kill the process, if that is allowed."""
-        return self._link.shoot()
+        return self._link.kill()
 
     def submit(self, instructions: Iterable[Instruction]) -> None:
         """Send instructions. Does not block."""
@@ -251,7 +251,7 @@ def connect_link(
     pages: Sequence[Page],
     identity: bytes,
     timeout_s: float = 10.0,
-    may_shoot: bool = False,
+    may_kill: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> RankLink:
     """The link to a rank in another process, which runs `serve_rank` at the other end of the socket. Blocks.
@@ -259,7 +259,7 @@ def connect_link(
     `pages` and `identity` are what it must serve: another rank's pages would be right bytes in the wrong place. Raises
     RankUnavailable if it does not answer in time or is another than wanted; the socket is closed then.
     """
-    link = RankLink(sock, rank=rank, pid=pid, num_seats=len(pages), may_shoot=may_shoot)
+    link = RankLink(sock, rank=rank, pid=pid, num_seats=len(pages), may_kill=may_kill)
     before_s = clock.monotonic()
     found = link.ask({"hello": True}, timeout_s)
     try:

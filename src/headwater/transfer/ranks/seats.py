@@ -58,7 +58,7 @@ class Mortal(Protocol):
         """Why they are known to be dead, or None."""
         ...
 
-    def shoot(self) -> bool:
+    def kill(self) -> bool:
         """End the process at once, if that was allowed; `on_death` follows. Does not block. False: it was not."""
         ...
 
