@@ -7,7 +7,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: venv serve pd servers test check nightly clean vllm-venv vllm-peers test-vllm
+.PHONY: venv serve pd servers test check nightly clean vllm-venv vllm-peers test-vllm test-extras
 
 venv: $(STAMP)
 
@@ -57,6 +57,9 @@ vllm-peers: vllm-venv
 
 test-vllm: vllm-venv servers  ## the connector in a real vLLM, on CPU
 	$(VLLM_BIN)/python -m pytest tests_vllm
+
+test-extras: servers  ## each way to install it, alone, in a venv of its own
+	PYTHON=$(PYTHON) scripts/extras
 
 nightly: check servers  ## the long profile of every hypothesis machine and fault campaign
 	HEADWATER_TEST_PROFILE=nightly $(BIN)/python -m pytest --timeout 3600
