@@ -49,6 +49,7 @@ _WITNESS: Final = "headwater.lab.campaigns.pool_fault_heart"
 _STRIKE_S: Final = (2.0, 4.0)
 _SHORT_S: Final = 15.0  # a run that has no time for a whole round: its strikes are short, and speed is not judged
 _MOST_S: Final = 30.0  # for a process to come up, or to end
+_FIRST_S: Final = 20.0  # for everybody's first page; who has none is found idle in the end
 
 
 def campaign(
@@ -83,6 +84,7 @@ def run(name: str, *, seconds: float, seed: int = 0, pace: float = PACE, inject:
         try:
             fault = kind(scene)
             workers |= _start_workers(scene, kind, seed, pace=pace, inject=inject)
+            _wait_until_busy(workers, Path(place))
             rounds = list(_rounds(fault, scene, seconds))
             died = _end(workers)
         finally:
@@ -131,6 +133,16 @@ def _wait_until_ready(children: dict[str, Child], place: Path) -> None:
         while not (log.exists() and '["ready"]' in log.read_text(encoding="utf-8")):
             if child.process.poll() is not None or wait.expired:
                 raise RuntimeError(f"{name} did not come up: {child.last_words()}")
+            time.sleep(0.02)
+
+
+def _wait_until_busy(children: dict[str, Child], place: Path) -> None:
+    """Until all have written or read a page: on a busy machine a short campaign would be over before. Not for ever."""
+    wait = Deadline.after(_FIRST_S)
+    for name in children:
+        while not name.startswith("witness") and not wait.expired:
+            if any(call.good_pages for call in _read(place / f"{name}.log", name).calls):
+                break
             time.sleep(0.02)
 
 
