@@ -988,6 +988,35 @@ def test_a_prompt_that_nobody_has_is_named_when_it_was_computed(disk: Path) -> N
         assert again.num_loaded == 40, "all of it was saved"
 
 
+def test_a_prompt_that_several_compute_at_once_is_saved_once(disk: Path) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk, num_blocks=128) as engine:
+        saved: list[Any] = []
+        hands = engine.worker.sides[0]._hands
+        submit = hands.submit
+
+        def watched(instructions: Any) -> None:
+            saved.extend(key for one in instructions if isinstance(one, Save) for key in one.keys)
+            submit(instructions)
+
+        hands.submit = watched  # type: ignore[method-assign]
+        engine.add(*(FakeRequest(str(at), prompt, 1) for at in range(6)))
+        run(engine)
+        assert len(saved) == len(set(saved)) == 10
+
+
+def test_a_block_that_comes_between_two_looks_is_no_reason_to_load_one_alone(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(1, 42))
+    with engine_of(disk) as engine:
+        engine.add(FakeRequest("a", prompt, 1))
+        run(engine)
+        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        monkeypatch.setattr(engine.scheduler.cache, "lacks", lambda key: True)
+        assert engine.scheduler.matched(FakeRequest("b", prompt, 1), 0) == (40, True)
+
+
 def test_what_comes_while_a_request_waits_is_found_when_it_asks_again(disk: Path) -> None:
     prompt = list(range(1, 42))
     with engine_of(disk) as engine:

@@ -47,6 +47,12 @@ class LentBrain(Brain):
             raise InvalidInput(f"{event.num_local} blocks of {len(event.keys)} cannot be there")
         return self._paths.take_over(event.keys[: event.num_local])
 
+    def _arrived(self, event: ev.Arrived) -> None:
+        is_new = event.request not in self.requests
+        super()._arrived(event)
+        if is_new:
+            self.requests[event.request].num_marks = self._paths.num_marks_made
+
     def worth(self, name: str, now_s: float) -> int:
         """How many blocks behind those that the engine has would be loaded now. Changes nothing."""
         request = self._request(name)
@@ -84,9 +90,9 @@ class LentBrain(Brain):
         start = request.hold.num_blocks
         end = request.num_prompt + request.num_unnamed
         unnamed = keys[max(0, request.num_prompt - start) : max(0, end - start)]
-        if unnamed:  # no store had what they build on: they are to be written again, whatever was believed
+        if unnamed:  # no store had what they build on: they are to be written again, whatever was believed then
             for tier in self.tiers.values():
-                self._paths.forget(unnamed, tier.bit)
+                self._paths.forget(unnamed, tier.bit, before=request.num_marks)
         super()._enter(request, keys, now_s, seen=seen)
 
     def _end(self, job: JobRecord, results: tuple[str, ...], failure: ev.Failure | None, now_s: float) -> None:

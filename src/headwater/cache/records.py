@@ -52,6 +52,7 @@ class RequestRecord:
     tenant: bytes
     hold: Hold
     num_unnamed: int = 0  # blocks of the prompt behind those: they get their names when they were computed
+    num_marks: int = 0  # how often blocks had been marked as stored when it asked
     resumed: bool = False  # it was here before, and was preempted
     looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
     asked_s: float = 0.0  # when the stores were asked, the last time

@@ -35,6 +35,7 @@ def digest(brain: "Brain") -> str:
                 request.gave_way,
                 request.resumed,
                 request.num_unnamed,
+                request.num_marks,
             ),
         ]
         for request in brain.requests.values()

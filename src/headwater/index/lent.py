@@ -22,6 +22,8 @@ from headwater.index.ghosts import Ghosts
 from headwater.index.slots import DeviceSlots, SlotState
 
 UNKNOWN: Final = -1  # the slot of a block that the engine has, until it says where
+_STAMP: Final = 16  # a mark has its stores' bits below this one, and when it was made from there on
+_BITS: Final = (1 << _STAMP) - 1
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class LentIndex(PrefixIndex):
         self._num_marks = num_marks
         self._marks: OrderedDict[BlockKey, int] = OrderedDict()
         self._num_lost = 0  # how often a store was seen to lack what was marked
+        self.num_marks_made = 0  # how often something was marked
 
     def __len__(self) -> int:
         """No block is known for longer than a request has it."""
@@ -119,10 +122,12 @@ class LentIndex(PrefixIndex):
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks are in a store."""
         self._num_lost += not on
+        self.num_marks_made += on
+        stamp = self.num_marks_made << _STAMP
         for key in _path(hold).keys[start:end]:
             marks = self._marks.pop(key, 0)
-            marks = marks | bit if on else marks & ~bit
-            if marks:
+            marks = stamp | (marks & _BITS) | bit if on else marks & ~bit
+            if marks & _BITS:
                 self._marks[key] = marks
         while len(self._marks) > self._num_marks:
             self._marks.popitem(last=False)
@@ -131,15 +136,16 @@ class LentIndex(PrefixIndex):
         """Forget of every block that it is in a store."""
         self._num_lost += 1
         kept = ((key, marks & ~bit) for key, marks in self._marks.items())
-        self._marks = OrderedDict((key, marks) for key, marks in kept if marks)
+        self._marks = OrderedDict((key, marks) for key, marks in kept if marks & _BITS)
 
-    def forget(self, keys: Iterable[BlockKey], bit: int) -> None:
-        """Blocks were seen not to be in a store."""
+    def forget(self, keys: Iterable[BlockKey], bit: int, *, before: int | None = None) -> None:
+        """Blocks were seen not to be in a store; `before`: when so many marks had been made."""
         for key in self._marks.keys() & set(keys):
-            if self._marks.get(key, 0) & bit:
+            marks = self._marks[key]
+            if marks & bit and (before is None or marks >> _STAMP <= before):
                 self._num_lost += 1
-                self._marks[key] &= ~bit
-                if not self._marks[key]:
+                self._marks[key] = marks & ~bit
+                if not marks & ~bit & _BITS:
                     del self._marks[key]
 
     def num_marked(self, hold: Hold, bit: int) -> int:
@@ -176,7 +182,7 @@ class LentIndex(PrefixIndex):
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
         assert len(self._marks) <= self._num_marks, "more is remembered than may be"
-        assert all(self._marks.values()), "a mark that says nothing"
+        assert all(marks & _BITS for marks in self._marks.values()), "a mark that says nothing"
 
 
 class LentSlots(DeviceSlots):

@@ -66,6 +66,7 @@ class _Tracked:
     asked_s: float | None = None  # None: the brain does not know it now
     num_local: int = 0
     num_asked: int = 0  # blocks that had their names when the brain was asked
+    num_unnamed: int = 0  # and that had none
     promised: int = 0  # blocks that vLLM was told of
     sources: tuple[tuple[str, int], ...] = ()  # and where they are
     lent: bool = False  # it has blocks, and the brain knows which
@@ -140,6 +141,11 @@ class SchedulerSide:
         if not self._ask(one, num_local):
             return None, False
         num, one.sources = self.cache.promise(one.name)
+        if num and one.num_unnamed:  # it came between two looks
+            self._forget(one)
+            if not self._ask(one, num_local, all_named=True):
+                return None, False
+            num, one.sources = self.cache.promise(one.name)
         one.promised = num if num >= self._config.min_load_blocks else 0
         self._in_need.add(request.request_id)
         return one.promised * self._size, one.promised > 0 and self._config.load is LoadMode.ASYNC
@@ -155,7 +161,7 @@ class SchedulerSide:
             one = self._tracked[request.request_id] = _Tracked(request, prompt)
         return one
 
-    def _ask(self, one: _Tracked, num_local: int) -> bool:
+    def _ask(self, one: _Tracked, num_local: int, *, all_named: bool = False) -> bool:
         """Ask the brain, or ask again. False: stores have not answered, and may still do so in time."""
         now_s = self._clock.monotonic()
         request, prompt, num_keys = one.request, one.prompt, num_local
@@ -163,13 +169,14 @@ class SchedulerSide:
             num_keys = max(num_local, (request.num_tokens - 1) // self._size)  # one token at least is computed
         if one.asked_s is None or one.num_asked < num_keys:
             num_asked = num_keys
-            if num_keys > num_local + 1:
+            if num_keys > num_local + 1 and not all_named:
                 first = prompt.extend(request.all_token_ids, num_local + 1)[num_local]
                 if self.cache.lacks(first):  # names of the others would take longer than all the rest of this
                     num_asked = num_local + 1
             if one.asked_s is not None and one.num_asked != num_asked:
                 self._forget(one)  # it has come since
             one.num_asked = num_asked
+        one.num_unnamed = num_keys - one.num_asked
         if one.asked_s is None:
             one.asked_s, one.num_local = now_s, num_local
         self.cache.ask(
@@ -179,7 +186,7 @@ class SchedulerSide:
             root=prompt.root,
             tenant=prompt.tenant,
             resumed=request.num_preemptions > 0,
-            num_unnamed=num_keys - one.num_asked,
+            num_unnamed=one.num_unnamed,
         )
         if not self.cache.looking(one.name):
             return True
