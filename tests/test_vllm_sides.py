@@ -26,7 +26,7 @@ from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm import build
 from headwater.integrations.vllm import scheduler as scheduler_side
-from headwater.integrations.vllm import step_executor as courier
+from headwater.integrations.vllm import step_executor
 from headwater.integrations.vllm.executor import ExecutorProcess, Starting
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
@@ -298,7 +298,7 @@ def test_a_load_that_fails_is_not_tried_again(disk: Path, mode: str) -> None:
 
 def test_a_request_is_told_of_a_bad_hit_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody remembers the blocks: vLLM would ask again and again."""
-    monkeypatch.setattr(courier, "DROPPED_S", 0.0)
+    monkeypatch.setattr(step_executor, "DROPPED_S", 0.0)
     prompt = list(range(1, 42))
     with engine_of(disk) as one:
         one.add(FakeRequest("a", prompt, 2))
@@ -666,7 +666,7 @@ def _save(job: int, *slots: int) -> Save:
 def test_eyes_take_in_what_was_written_to_each_store_before_it_is_much() -> None:
     """Saves to two stores come in pairs: neither is passed over."""
     eyes = _Hands()
-    one = courier.StepExecutor(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
+    one = step_executor.StepExecutor(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
     for number in range(128):
         order = replace(_save(number, 1, 2, 3, 4), store=("host", "disk")[number % 2])
         one.submit([order])
@@ -953,7 +953,7 @@ def test_a_look_is_answered_in_the_schedulers_own_call(disk: Path) -> None:
     prompt = [at % 1000 for at in range(1, num_blocks * SIZE + 2)]
     with engine_of(disk, num_blocks=num_blocks + 4) as engine:
         asked: list[Any] = []
-        eyes = engine.scheduler._courier._eyes
+        eyes = engine.scheduler._executor._prober
         submit = eyes.submit
 
         def watched(instructions: Any) -> None:

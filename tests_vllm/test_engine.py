@@ -130,7 +130,7 @@ def test_a_load_that_fails_is_computed_once(
         saboteur = _Sabotage(one.worker, monkeypatch)
         for way in ("raise", "half", "hang"):
             one.empty_device()
-            one.scheduler.side._courier._dropped.clear()
+            one.scheduler.side._executor._dropped.clear()
             for tier in one.scheduler.cache.brain.tiers.values():
                 for breaker in tier.breakers.values():
                     breaker.on()

@@ -1,7 +1,7 @@
 """One request's way through the router: what was asked, who was tried and why, how long each part took.
 
-Values and arithmetic, no sockets. A routed is what `/state` shows, what the histograms get, and what the client is told
-in `usage.headwater.router`.
+Values and arithmetic, no sockets. A routed request is what `/state` shows, what the histograms get, and what the client
+is told in `usage.headwater.router`.
 """
 
 import enum
@@ -15,7 +15,7 @@ from headwater.router.choice import Candidate, Choice, Held, Size
 from headwater.router.nodes import NodeSlot
 from headwater.router.relay import Unanswered
 
-_NUM_SHOWN: Final = 16  # decisions of one routed
+_NUM_SHOWN: Final = 16  # decisions of one request
 _WANTED: Final = 128  # tokens, where the client does not say
 _BYTES_PER_TOKEN: Final = 4  # of a body whose tokens nobody has counted
 _PARTS: Final = ("queue_s", "prefill_s", "pool_write_s", "pool_read_s", "decode_s")  # that nodes tell of
@@ -30,7 +30,7 @@ class Phase(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a routed ended."""
+    """How a routed request ended."""
 
     ANSWERED = "answered"
     REJECTED = "rejected"  # the client's fault

@@ -288,14 +288,14 @@ def open_scheduler(
             tiers=tuple(config.tier(name) for name in stores),
             prefetch=False,  # what is loaded from a slower store is saved to the faster ones afterwards
         )
-        courier = StepExecutor(_eyes(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
+        executor = StepExecutor(_prober(stores, ranks, metrics), num_ranks=len(ranks), others_write=far)
         path = config.record
         if path is not None:  # replicas have one configuration
             path = path.with_name(f"{path.name}.{os.getpid()}")
         recorder = open_recorder(path, config.record_bytes, stack, metrics=metrics)
         brain = LentBrain(cache_config)
-        cache = LentCache(brain, courier, clock=SYSTEM_CLOCK, metrics=metrics, recorder=recorder)
-        courier.deliver = cache.deliver
+        cache = LentCache(brain, executor, clock=SYSTEM_CLOCK, metrics=metrics, recorder=recorder)
+        executor.deliver = cache.deliver
         listener = None
         if config.residency is not None:
             told = ResidencyConfig(url=config.residency, node=config.node or default_node())
@@ -307,7 +307,7 @@ def open_scheduler(
             cache.announce(teller)
         side = SchedulerSide(
             cache,
-            courier,
+            executor,
             Namer(identity),
             config,
             block_tokens=first.block_tokens,
@@ -321,7 +321,7 @@ def open_scheduler(
     raise AssertionError
 
 
-def _eyes(stores: Mapping[str, Store], ranks: Sequence[RankFacts], metrics: Metrics) -> Worker | Ranks:
+def _prober(stores: Mapping[str, Store], ranks: Sequence[RankFacts], metrics: Metrics) -> Worker | Ranks:
     """Who looks: for one rank's pages, or for those of all."""
     seats = []
     for one in sorted(ranks, key=lambda facts: facts.rank):

@@ -97,7 +97,7 @@ class SchedulerSide:
     def __init__(
         self,
         cache: LentCache,
-        courier: StepExecutor,
+        executor: StepExecutor,
         namer: Namer,
         config: ConnectorConfig,
         *,
@@ -111,7 +111,7 @@ class SchedulerSide:
         self.teller = teller
         self.pins: BlockPins | None = None  # to be set before the first step
         self.cache = cache
-        self._courier = courier
+        self._executor = executor
         self._namer = namer
         self._config = config
         self._size = block_tokens
@@ -246,7 +246,7 @@ class SchedulerSide:
         news, self._next = self._next, _Next()
         return Orders(
             sent_s=self._clock.monotonic(),
-            jobs=self._courier.take(),
+            jobs=self._executor.take(),
             loading=tuple(news.loading.items()),
             waiting=tuple(news.waiting),
             missing=tuple(news.missing.items()),
@@ -269,7 +269,7 @@ class SchedulerSide:
         for name in sent:
             self._leaving.pop(name, None)
         if report is not None:
-            self._courier.heard(report)
+            self._executor.heard(report)
             self._pin()
         for one in self._tracked.values():
             if one.promised and one.lent and not one.barred:
@@ -282,7 +282,7 @@ class SchedulerSide:
 
     def _pin(self) -> None:
         """Keep blocks from vLLM that copies may still write to. It frees those of a failed load after this step."""
-        stuck = self._courier.stuck_blocks()
+        stuck = self._executor.stuck_blocks()
         if stuck == self._pinned:
             return
         if self.pins is None:
@@ -330,7 +330,7 @@ class SchedulerSide:
 
     def _vacate(self, one: _Tracked) -> None:
         """A request's blocks may be another's with this step: nothing of them is read any more."""
-        jobs = self._courier.recall(self.cache.reading(one.name))
+        jobs = self._executor.recall(self.cache.reading(one.name))
         self._next.vacated += jobs
         self._forget(one)
 

@@ -1,11 +1,11 @@
-"""Courier: the hands, as the brain in vLLM's scheduler sees them.
+"""StepExecutor: the executor, as the brain in vLLM's scheduler sees them.
 
 What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
 (`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
 what all of them agree on (`transfer/ranks/verdict.py`). Nothing is timed here: each worker ends its jobs by itself.
 
-Looks are done here, by `eyes`: a worker without pages that has the same stores open. The stores of a node are shared by
-its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
+Looks are done here, by `prober`: a worker without pages that has the same stores open. The stores of a node are shared
+by its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
 *absent*, whatever a store says: otherwise a request would be told again and again of a hit that cannot be had.
 
 Never blocks. Takes no decision about blocks.
@@ -91,11 +91,11 @@ class StepExecutor:
     """Carries jobs to the workers and their answers back. `deliver` hears every event."""
 
     def __init__(
-        self, eyes: Prober, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK
+        self, prober: Prober, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        """Takes the eyes over: `close` closes them. `others_write`: they hear of saves by looking at the stores."""
+        """Takes the prober over: `close` closes it. `others_write`: it hears of saves by looking at the stores."""
         self.deliver: Callable[[Event], None] | None = None
-        self._eyes = eyes
+        self._prober = prober
         self._num_ranks = num_ranks
         self._others_write = others_write
         self._catching_up = 0  # numbers of our own looks, downwards from here
@@ -107,7 +107,7 @@ class StepExecutor:
         self._looks: dict[int, Look] = {}
         self._off: set[str] = set()
         self._dropped: dict[BlockKey, float] = {}  # until when
-        eyes.deliver = self._seen
+        prober.deliver = self._seen
 
     # --- the face of a worker -----------------------------------------------------------------------------------------
 
@@ -129,11 +129,11 @@ class StepExecutor:
                 else:
                     raise InvalidInput(f"not for vLLM's workers: {one!r}")
         if looks:
-            self._eyes.submit(looks)
+            self._prober.submit(looks)
 
     def glance(self, look: Look) -> tuple[str, ...] | None:
         """What stores know at a glance."""
-        seen = self._eyes.glance(look)
+        seen = self._prober.glance(look)
         return None if seen is None else self._believed(look, seen)
 
     def stand_back(self, *, hurry: bool) -> None:
@@ -145,16 +145,16 @@ class StepExecutor:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for answers to looks; the workers' jobs end with their steps."""
-        return self._eyes.drain(timeout_s)
+        return self._prober.drain(timeout_s)
 
     def revive(self, store: str) -> bool:
         """Put a store right, as far as it is looked at."""
         self._off.discard(store)
-        return self._eyes.revive(store)
+        return self._prober.revive(store)
 
     def close(self, timeout_s: float) -> bool:
         """End looking; what workers have, they end themselves."""
-        return self._eyes.close(timeout_s)
+        return self._prober.close(timeout_s)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class StepExecutor:
         return done
 
     def _catch_up(self, order: Job, now_s: float) -> None:
-        """Have the eyes take in what was written, before it is so much that nobody could answer at a glance."""
+        """Have the prober take in what was written, before it is so much that nobody could answer at a glance."""
         with self._lock:
             num = self._num_unseen.get(order.store, 0) + len(order.keys)
             self._num_unseen[order.store] = num if num < _CATCH_UP_BLOCKS else 0
@@ -268,10 +268,10 @@ class StepExecutor:
             self._catching_up -= 1
             look = Look(job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):
-            self._eyes.submit([look])
+            self._prober.submit([look])
 
     def _seen(self, event: Event) -> None:
-        """An answer of the eyes, in their thread."""
+        """An answer of the prober, in its thread."""
         if isinstance(event, JobDone | JobFailed):
             if event.job < 0:  # our own
                 return
