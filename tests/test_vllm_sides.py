@@ -24,9 +24,8 @@ from headwater.core.errors import CopyStuck
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
-from headwater.integrations.vllm import build
+from headwater.integrations.vllm import build, step_executor
 from headwater.integrations.vllm import scheduler as scheduler_side
-from headwater.integrations.vllm import step_executor
 from headwater.integrations.vllm.executor import ExecutorProcess, Starting
 from headwater.integrations.vllm.identity import as_fields
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
