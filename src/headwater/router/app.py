@@ -7,8 +7,8 @@
 
 A client may say in `x-headwater-timeout-s` how long it waits, and its own `x-request-id`; every answer has the latter.
 
-Not here: who answers, and whether another is tried (`router/router.py`); keys and ids (`door.py`); sockets and
-signals (`router_server.py`). Neither an engine nor torch is loaded.
+Not here: who answers, and whether another is tried (`router/router.py`); keys and ids (`middleware.py`); sockets and
+signals (`router/server.py`). Neither an engine nor torch is loaded.
 
 Invariants: a client that goes away is noticed by a task that does nothing but listen for it, and its exchange with a
 node is closed; errors have OpenAI's shape, whatever goes wrong.

@@ -1,9 +1,9 @@
 """The node table: who is there, for how long that is believed, how busy each is, and who is left alone for a while.
 
 Pure: told the time, knows no socket. A node is there while its lease runs; it joins, stays and is found again by
-heartbeats (`beat.py`), and leaves by one with a lease of 0 or by saying nothing. An answer of its own is a word too: a
-node that has so much to do that its heartbeats are late is not taken for dead. What it said of its load is carried
-forward with what this router has sent there since.
+heartbeats (`heartbeat.py`), and leaves by one with a lease of 0 or by saying nothing. An answer of its own is a word
+too: a node that has so much to do that its heartbeats are late is not taken for dead. What it said of its load is
+carried forward with what this router has sent there since.
 
 Invariants:
 - All nodes that are there have one identity, layout, block size and model name. Another is refused with a sentence

@@ -65,7 +65,7 @@ What all three may answer, in OpenAI's error shape {"error": {"message", "type",
          time left to, "state": for people}: it is waited for, unless `idle_s` is more than `silence_s`
     404  it does not know that attempt (any more): the router gives it up, and leaves the node alone for a while
 
-`POST /pd/nodes` at the router, the heartbeat, every third of the lease (`beat.py` has the value and its JSON):
+`POST /pd/nodes` at the router, the heartbeat, every third of the lease (`heartbeat.py` has the value and its JSON):
 
     {"node": name, as in the residency index,  "url": "http://HOST:PORT",  "role": "prefill" | "decode" | "mixed",
      "model": name,  "identity": hex,  "block_tokens": int,  "layout": hex,  "lease_s": seconds; 0: I leave,

@@ -2,7 +2,7 @@
 
 What its client does that a store must not do is mended here, each of it seen on 0.3.13:
 
-- Opening while nobody listens holds the GIL for 90 s: here it is tried only after a knock (`mooncake_watch.py`).
+- Opening while nobody listens holds the GIL for 90 s: here it is tried only after a knock (`mooncake/watch.py`).
 - With its master gone every call waits 4.4 s, whatever its options say: here a call is made only while somebody
   listens. The first calls after a restart fail on old connections: they are made again.
 - A call that another thread closes under crashes the process: the last call that is under way closes the engine.

@@ -21,7 +21,7 @@ What is the pool's and not ours:
 - Pages live in the memory of those who give it. A master that restarts has forgotten all of them.
 
 Calls cannot be interrupted (`interruptible`): the deadline is looked at before each batch, and a batch that was begun
-ends when the engine ends it. `mooncake_engine.py` says how long that may be.
+ends when the engine ends it. `mooncake/engine.py` says how long that may be.
 """
 
 import os

@@ -19,7 +19,7 @@ Invariants:
   all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
-Takes no decision about blocks. Not here: the link to another process (`rank_link.py`), pages and stores (`worker.py`).
+Takes no decision about blocks. Not here: the link to another process (`ranks/link.py`), pages and stores (`worker.py`).
 """
 
 import heapq

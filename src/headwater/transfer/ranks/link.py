@@ -1,11 +1,11 @@
 """RankLink: the hands of a rank that lives in another process, as a group sees them.
 
-Instructions go out and events come in over a socket (`rank_wire.py`), each in its own thread, so that a process which
+Instructions go out and events come in over a socket (`ranks/wire.py`), each in its own thread, so that a process which
 does not read holds nobody up. That the process is *dead* is told by the kernel (a pidfd), and not concluded from a
 silence or a closed socket: only a dead process writes to no slot any more (rule 2). Deadlines are moments on the clock
 of the machine, which both ends share.
 
-Not here: what a group makes of it (`ranks.py`), the other end (`rank_server.py`).
+Not here: what a group makes of it (`ranks.py`), the other end (`ranks/server.py`).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Seats: who moves one page of each block for one rank. A rank has one for each of its parts (`layout/shard.py`).
 
-A seat's hands are a `Worker` in this process, or a link to one in another (`rank_link.py`). Not here: what a group does
-with its seats (`ranks.py`).
+A seat's hands are a `Worker` in this process, or a link to one in another (`ranks/link.py`). Not here: what a group
+does with its seats (`ranks.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence

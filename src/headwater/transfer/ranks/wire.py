@@ -8,7 +8,7 @@
                      {"said": {...}, "seat": 0}       an event; "counted": counters that grew by then, by title
 
 Each is a u32 of its length, little-endian, and the text. No pickle: what comes in can be anything, and is at worst
-nonsense, which ends the link. Not here: who says what when (`rank_link.py`, `rank_server.py`).
+nonsense, which ends the link. Not here: who says what when (`ranks/link.py`, `ranks/server.py`).
 """
 
 import json
