@@ -66,7 +66,7 @@ class Loader:
         if failure is None:
             request.held[job.store] = bytearray(map("held".__eq__, results))
         else:
-            request.unasked[job.store] = reason_of("failed" if failure is Failure.FAILED else "late")
+            request.unasked[job.store] = reason_of("failed" if failure in (Failure.FAILED, Failure.DOWN) else "late")
 
     def stop_looking(self, request: RequestRecord) -> None:
         """Who did not answer in time is not waited for."""

@@ -38,6 +38,7 @@ class Failure(enum.StrEnum):
     FAILED = "failed"
     LATE = "late"
     CANCELLED = "cancelled"
+    DOWN = "down"  # the store was not asked: it is off or left alone, or its calls keep what this one needs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,19 +209,29 @@ class Look(Job):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Job):
-    """Read and verify blocks, in order, up to the first that is not to be had, into device slots."""
+    """Read and verify blocks, in order, up to the first that is not to be had, into device slots.
+
+    With `valid_tokens` its one block is a prompt's partial tail, of so many tokens (rule 9).
+    """
 
     slots: tuple[int, ...]
+    valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Job):
-    """Write a row of blocks from device slots to a store, in order. `parent` is the key before the first."""
+    """Write a row of blocks from device slots to a store, in order. `parent` is the key before the first.
+
+    With `valid_tokens` its one block is a partial tail, which is kept until `expires_at_ms`, in milliseconds since
+    1970: zeroed behind its tokens, known to nobody but who was told its name (rule 9).
+    """
 
     slots: tuple[int, ...]
     parent: BlockKey
     depth: int  # of the first
     tenant: bytes
+    valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
+    expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,12 +343,17 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
 
 
 def fingerprint(values: Iterable[Event | Instruction]) -> str:
-    """16 hex digits over values in their order: equal for equal values, in every process. Made to be quick."""
+    """16 hex digits over values in their order: equal for equal values, in every process. Made to be quick.
+
+    A field that came later says nothing at its default: what was recorded before keeps its fingerprint.
+    """
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         found.update(type(value).__name__.encode())
         for field in dataclasses.fields(value):
             one = getattr(value, field.name)
+            if field.metadata and one == field.default:
+                continue
             if isinstance(one, tuple) and one and all(isinstance(item, bytes) for item in one):
                 found.update(b"#%d:%s" % (len(one), b"".join(one)))
             else:

@@ -11,7 +11,7 @@ and what their digests must be, `settle` hears what it found.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -93,8 +93,17 @@ class VerifiedStore(Store):
         self._require_open()
         return self._store.put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
-        """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish."""
+    def get_into(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        *,
+        deadline: Deadline,
+        judged: Callable[[Sequence[GetStatus]], None] | None = None,
+    ) -> list[GetStatus]:
+        """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish.
+
+        `judged` hears the results before bad pages are removed: a store may hang in that.
+        """
         self._require_open()
         if self.switched_off:
             return [GetStatus.FAILED] * len(pages)
@@ -113,8 +122,14 @@ class VerifiedStore(Store):
                 asked = pages[start : start + portion]
                 got = self._store.get_into(asked, deadline=deadline)
                 results += self._judge_all(asked, got)
+        if judged is not None:
+            judged(results)
         self._learn(pages, results, deadline)
         return results
+
+    def refuse(self, name: PageName, *, deadline: Deadline) -> None:
+        """Throw out a page that was read and verified, and is still not what its reader must get (rule 8)."""
+        self._throw_out([(name, GetStatus.FOREIGN)], deadline)
 
     def check(
         self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, deadline: Deadline

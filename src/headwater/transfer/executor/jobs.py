@@ -1,8 +1,10 @@
 """What the hands do for each sort of job, step by step: look, load, save, promote. Runs in the threads of `worker.py`.
 
-A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
-slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
-itself: it returns a result per block, or raises, and the worker tells.
+A job works slice by slice: it takes pages for one slice, uses them, gives them back. Where slices overlap, the store's
+call for one goes on in a thread beside, while the next is read from the device, or the one before is written to it, if
+pages for that are to be had at once. Before each copy from or to device slots it asks the ledger; after its end or its
+deadline it begins no copy and no call of a store. It ends nothing itself: it returns a result per block, or raises, and
+the worker tells.
 
 Rules kept here: pages are given back only when the call that was given them has returned (3); what is scattered was
 verified in the page it is scattered from (4); a store's answers are believed only if they are one status per page.
@@ -12,29 +14,71 @@ Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Failure, Job, Load, Look, Promote, Save
 from headwater.core.page import PageName
-from headwater.layout.frame import PageMeta
+from headwater.layout.frame import Fault, PageMeta, parse
+from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, GetStatus, PutStatus
-from headwater.storage.sealed import put_sealed
+from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import Account, PagePool
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.tier import Naming, TierStore
-from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
+from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, has_no_caller, require
 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
 Item: TypeAlias = tuple[PageName, memoryview]
+T = TypeVar("T")
+
+_NO_FAULT: Final = frozenset({GetStatus.HIT, GetStatus.MISS, GetStatus.LATE, GetStatus.FAILED})
+
+
+class _Piece(Generic[T]):
+    """Some blocks of a row on their way through pages, and the store's call for them: in a thread beside, or here."""
+
+    def __init__(self, start: int, pages: list[int], work: Callable[[], T], *, beside: bool = False) -> None:
+        self.start = start
+        self.end = start + len(pages)
+        self.pages = pages
+        self._work = work
+        self._future: Future[T] | None = None
+        if beside:
+            self.begin()
+
+    def begin(self) -> None:
+        """Make the call in a thread of its own, which ends with it."""
+        self._future = future = Future[T]()
+        work = self._work
+
+        def run() -> None:
+            has_no_caller()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001  it is raised again where it is waited for
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="headwater call", daemon=True).start()
+
+    def wait(self) -> T:
+        """What the store says. Blocks until it does. Raises what the call raised."""
+        return self._work() if self._future is None else self._future.result()
+
+    def settle(self) -> None:
+        """Wait until no call has the pages any more."""
+        if self._future is not None:
+            self._future.exception()
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
@@ -46,6 +90,8 @@ def check_job(order: Job, stores: Collection[str]) -> None:
         raise InvalidInput(f"job {order.job} promotes from {order.store} to itself")
     if isinstance(order, Load | Save) and len(order.slots) != len(order.keys):
         raise InvalidInput(f"job {order.job} has {len(order.keys)} blocks and {len(order.slots)} slots")
+    if isinstance(order, Load | Save) and order.valid_tokens and (order.valid_tokens < 0 or len(order.keys) != 1):
+        raise InvalidInput(f"job {order.job}: a tail of {order.valid_tokens} tokens is one block, by itself")
     if math.isnan(order.deadline_s):
         raise InvalidInput(f"job {order.job} has no deadline")
 
@@ -63,6 +109,8 @@ class JobRunner:
         naming: Naming,
         slice_pages: int,
         in_place_pages: int,
+        overlaps: bool,
+        grace_s: float,
         clock: Clock,
         courtesy: Courtesy,
         metrics: Metrics,
@@ -74,6 +122,8 @@ class JobRunner:
         self._naming = naming
         self._frame_bytes = naming.frame_bytes
         self._slice_pages = slice_pages
+        self._overlaps = overlaps
+        self._grace_s = grace_s
         self._clock = clock
         self._courtesy = courtesy
         self._metrics = metrics
@@ -135,70 +185,126 @@ class JobRunner:
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = self._naming.names(order.keys)
-        if self._in_place.reaches(order.store):
+        if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
         results: list[str] = [GetStatus.LATE] * len(names)
-        done = 0
-        while done < len(names):
-            with self._pages(job, len(names) - done) as pages:
-                if not pages:
-                    break
-                try:
-                    got = self._read(job, self._items(names[done:], pages))
-                except StoreTrouble:
-                    if not done:
-                        raise
-                    return fill(results, done, GetStatus.FAILED)
+        piece = self._ask(job, order, names, 0)
+        ahead: _Piece[list[GetStatus]] | None = None
+        try:
+            while piece is not None:
+                got = piece.wait()
                 num_hits = _leading_hits(got)
+                if self._overlaps and num_hits == len(got):
+                    ahead = self._ask(job, order, names, piece.end, beside=True)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
                         if not may_copy:
                             break
-                        self._staging.scatter(pages[:num_hits], order.slots[done : done + num_hits])
-            results[done : done + num_hits] = [GetStatus.HIT] * num_hits
-            job.num_bytes += self._moved(order.store, "out", num_hits)
-            done += num_hits
-            if num_hits < len(got):
-                results[done] = got[num_hits]
-                return fill(results, done + 1, GetStatus.MISS)
+                        slots = order.slots[piece.start : piece.start + num_hits]
+                        self._staging.scatter(piece.pages[:num_hits], slots)
+                done = piece.start + num_hits
+                results[piece.start : done] = [GetStatus.HIT] * num_hits
+                job.num_bytes += self._moved(order.store, "out", num_hits)
+                if num_hits < len(got):
+                    results[done] = got[num_hits]
+                    return fill(results, done + 1, GetStatus.MISS)
+                self._give_back(job, piece)
+                piece, ahead = ahead, None
+                if piece is None:
+                    piece = self._ask(job, order, names, done)
+        except StoreTrouble:
+            if GetStatus.HIT not in results:
+                raise
+            return fill(results, results.index(GetStatus.LATE), GetStatus.FAILED)
+        finally:
+            self._give_back(job, piece, ahead)
         return results
+
+    def _ask(
+        self, job: JobState, order: Load, names: Sequence[PageName], start: int, *, beside: bool = False
+    ) -> "_Piece[list[GetStatus]] | None":
+        """The blocks from `start` on, as many as there are pages for. None: there are none, or no time is left.
+
+        With `beside` they are on their way when this returns, and nobody waited for a page.
+        """
+        pages = self._take_pages(job, len(names) - start, wait=not beside)
+        if not pages:
+            return None
+        items = self._items(names[start:], pages)
+        before = (GetStatus.HIT,) * start
+        return _Piece(start, pages, lambda: self._read(job, order, items, before), beside=beside)
 
     def _save(self, job: JobState, order: Save) -> list[str]:
         self._courtesy.wait()
-        there = self._contains(job, self._naming.names(order.keys))
+        # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
+        names = self._naming.names(order.keys)
+        there = [False] * len(names) if order.valid_tokens else self._contains(job, names)
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
-        if self._in_place.reaches(order.store):
+        if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
-        done = 0
-        while done < len(todo):
-            self._courtesy.wait()
-            with self._pages(job, len(todo) - done) as pages:
-                if not pages:
+        piece = self._gather(job, order, todo, 0)
+        ahead: _Piece[list[PutStatus]] | None = None
+        try:
+            while piece is not None:
+                if self._overlaps and piece.end < len(todo):
+                    piece.begin()
+                    ahead = self._gather(job, order, todo, piece.end, wait=False)
+                statuses = piece.wait()
+                if self._is_past(job):
+                    break  # whatever it says now: a store that keeps no time has proved nothing by the deadline
+                for i, status in zip(todo[piece.start : piece.end], statuses, strict=True):
+                    results[i] = status
+                job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
+                if not all(status.held for status in statuses):
+                    return fill(results, piece.end, PutStatus.NO_PARENT, todo)
+                done = piece.end
+                self._give_back(job, piece)
+                piece, ahead = ahead, None
+                if piece is None:
+                    piece = self._gather(job, order, todo, done)
+                elif not self._ledger.goes_on(job):
                     break
-                slice_ = todo[done : done + len(pages)]
-                with self._ledger.copying(job) as may_copy:
-                    if not may_copy:
-                        break
-                    digests = self._staging.gather([order.slots[i] for i in slice_], pages)
-                if done + len(slice_) == len(todo):
-                    self._ledger.copied(job)
-                    self._ledger.flush()
-                if not self._ledger.goes_on(job):
-                    break
-                try:
-                    statuses = self._seal_and_put(job, [self._naming.meta(order, i) for i in slice_], pages, digests)
-                except StoreTrouble:
-                    if not done:
-                        raise
-                    return fill(results, done, PutStatus.FAILED, todo)
-            for i, status in zip(slice_, statuses, strict=True):
-                results[i] = status
-            job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
-            done += len(slice_)
-            if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT, todo)
+        except StoreTrouble:
+            done = next((at for at, i in enumerate(todo) if results[i] == PutStatus.LATE), len(todo))
+            if not done:
+                raise
+            return fill(results, done, PutStatus.FAILED, todo)
+        finally:
+            self._give_back(job, piece, ahead)
         return results
+
+    def _gather(
+        self, job: JobState, order: Save, todo: Sequence[int], start: int, *, wait: bool = True
+    ) -> "_Piece[list[PutStatus]] | None":
+        """The blocks `todo` from `start` on, as many as there are pages for, read from the device and ready to be put.
+
+        None: there are none, or no time is left. Those that are not the row's last ones are sealed already.
+        """
+        if start >= len(todo):
+            return None
+        self._courtesy.wait()
+        pages = self._take_pages(job, len(todo) - start, wait=wait)
+        if not pages:
+            return None
+        try:
+            places = todo[start : start + len(pages)]
+            with self._ledger.copying(job) as may_copy:
+                digests = self._staging.gather([order.slots[i] for i in places], pages) if may_copy else None
+            if may_copy and start + len(places) == len(todo):
+                self._ledger.copied(job)
+                self._ledger.flush()
+            if not may_copy or not self._ledger.goes_on(job):
+                self._return_pages(job, pages)
+                return None
+            unsealed = [
+                (self._naming.meta(order, i), self._staging.frame(page)) for i, page in zip(places, pages, strict=True)
+            ]
+            put = self._seal_and_put(job, unsealed, digests, ahead=self._overlaps and len(places) < len(todo))
+        except BaseException:
+            self._return_pages(job, pages)
+            raise
+        return _Piece(start, pages, put)
 
     def _promote(self, job: JobState, order: Promote) -> list[str]:
         names = self._naming.names(order.keys)
@@ -211,7 +317,7 @@ class JobRunner:
                     break
                 items = self._items(names[done:], pages)
                 try:
-                    got = self._read(job, items)
+                    got = self._read(job, order, items)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
@@ -236,14 +342,51 @@ class JobRunner:
     @contextlib.contextmanager
     def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
         """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
-        order = job.order  # a promotion is a kind of write
-        account: Account = (order.target if isinstance(order, Promote) else order.store, isinstance(order, Load))
-        number = min(num_wanted, self._slice_pages)
-        pages = self._pool.take(account, number, deadline=job.deadline, stopped=lambda: job.ended)
+        pages = self._take_pages(job, num_wanted)
         try:
             yield pages
         finally:
-            self._pool.give_back(account, pages)
+            self._return_pages(job, pages)
+
+    def _take_pages(self, job: JobState, num_wanted: int, *, wait: bool = True) -> list[int]:
+        """Pages for one slice; none where the job has ended or its time is over, or where it would have to wait.
+
+        Blocks until then. Raises JobTrouble where all pages are with calls that do not return: they may never come.
+        """
+        number = min(num_wanted, self._slice_pages)
+        if number <= 0:
+            return []
+        account, ledger = _account(job), self._ledger
+        if not wait:
+            pages = self._pool.take_now(account, number)
+        else:
+
+            def hopeless() -> bool:
+                return job.ended or self._pool.is_spent(account, sum(one.num_pages for one in ledger.stuck))
+
+            pages = self._pool.take(account, number, deadline=job.deadline, stopped=hopeless)
+            if not pages and not job.ended and not job.deadline.expired:
+                raise JobTrouble(Failure.DOWN, f"the {job.order.store}'s calls keep all pages")
+        with ledger.lock:
+            job.num_pages += len(pages)
+        return pages
+
+    def _return_pages(self, job: JobState, pages: Sequence[int]) -> None:
+        with self._ledger.lock:
+            job.num_pages -= len(pages)
+        self._pool.give_back(_account(job), pages)
+
+    def _give_back(self, job: JobState, *pieces: "_Piece[Any] | None") -> None:
+        """Return the pages of pieces, each when its call has returned (rule 3). Blocks until then. Once for each."""
+        for piece in pieces:
+            if piece is not None and piece.pages:
+                piece.settle()
+                pages, piece.pages = piece.pages, []
+                self._return_pages(job, pages)
+
+    def _is_past(self, job: JobState) -> bool:
+        """Whether the watchdog has given a job up, or would have, had it looked."""
+        return self._clock.monotonic() > job.order.deadline_s + self._grace_s
 
     def _items(self, names: Sequence[PageName], pages: Sequence[int]) -> list[Item]:
         return [(name, self._staging.frame(page)) for name, page in zip(names, pages, strict=False)]
@@ -256,28 +399,57 @@ class JobRunner:
         require(job.order.store, held, len(names), bool)
         return held
 
-    def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
-        reader = self._tiers[job.order.store].reader
-        got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), GetStatus)
+    def _read(
+        self, job: JobState, order: Load | Promote, items: list[Item], before: tuple[str, ...] = ()
+    ) -> list[GetStatus]:
+        """Pages, verified. `before`: what the job has of blocks before these."""
+        reader = self._tiers[order.store].reader
+
+        def judged(got: Sequence[GetStatus]) -> None:
+            if isinstance(order, Load) and not all(status in _NO_FAULT for status in got):
+                job.judged = _row_of(before, got, len(order.keys))
+
+        got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
+        require(order.store, got, len(items), GetStatus)
+        if isinstance(order, Load) and order.valid_tokens and got == [GetStatus.HIT]:
+            ((name, frame),) = items
+            if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
+                got = [GetStatus.FOREIGN]
+                judged(got)
+                call(order.store, lambda: reader.refuse(name, deadline=job.deadline))
         return got
 
+    def _is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
+        """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9)."""
+        header = parse(frame)
+        if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
+            return False
+        return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self._naming.layout, valid_tokens)
+
     def _seal_and_put(
-        self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"
-    ) -> list[PutStatus]:
-        tier = self._tiers[job.order.store]
-        unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
-        now_ms = int(self._clock.time() * 1000)
-        statuses = call(
-            tier.name,
-            lambda: list(
-                put_sealed(
-                    tier.store, unsealed, self._naming.layout, digests=digests, now_ms=now_ms, deadline=job.deadline
-                )
-            ),
-        )
-        require(tier.name, statuses, len(unsealed), PutStatus)
-        return statuses
+        self, job: JobState, unsealed: list[tuple[PageMeta, memoryview]], digests: "Digests | None", *, ahead: bool
+    ) -> Callable[[], list[PutStatus]]:
+        """How to put pages. One of several pieces (`ahead`) is sealed now, while the one before it is being put.
+
+        Digests of a whole block, if the copy made some, are not a tail's: `seal_pages` looks at that.
+        """
+        tier, layout = self._tiers[job.order.store], self._naming.layout
+        now_ms, deadline = int(self._clock.time() * 1000), job.deadline
+        sealed = ahead and (digests is not None or tier.store.addressable() is None)
+        if sealed:
+            seal_pages(unsealed, layout, now_ms=now_ms, digests=digests)
+
+        def put() -> list[PutStatus]:
+            if sealed:
+                return list(tier.store.put([(meta.name, frame) for meta, frame in unsealed], deadline=deadline))
+            return list(put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline))
+
+        def checked() -> list[PutStatus]:
+            statuses = call(tier.name, put)
+            require(tier.name, statuses, len(unsealed), PutStatus)
+            return statuses
+
+        return checked
 
     def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[PutStatus]:
         if not items:
@@ -294,6 +466,18 @@ class JobRunner:
 
 def _words(held: Sequence[bool]) -> tuple[str, ...]:
     return tuple(map(("absent", "held").__getitem__, held))
+
+
+def _account(job: JobState) -> Account:
+    order = job.order  # a promotion is a kind of write
+    return order.target if isinstance(order, Promote) else order.store, isinstance(order, Load)
+
+
+def _row_of(before: tuple[str, ...], got: Sequence[GetStatus], num_blocks: int) -> tuple[str, ...]:
+    """A Load's results, if it ends with these pages of which not all are there."""
+    at = _leading_hits(got)
+    found = (*before, *(GetStatus.HIT,) * at, got[at])
+    return (*found, *(GetStatus.MISS,) * (num_blocks - len(found)))
 
 
 def _leading_hits(got: Sequence[GetStatus]) -> int:

@@ -64,17 +64,18 @@ class Naming:
         return [key + suffix for key in keys]  # type: ignore[misc]  # a NewType's call costs more than the name
 
     def meta(self, order: Save, at: int) -> PageMeta:
-        """What the frame of one block of a row of full blocks says."""
+        """What the frame of one block of a row says."""
         return PageMeta(
             key=order.keys[at],
             identity=self.identity,
             parent=order.keys[at - 1] if at else order.parent,
             depth=order.depth + at,
-            valid_tokens=self.layout.block_tokens,
+            valid_tokens=order.valid_tokens or self.layout.block_tokens,
             tenant=order.tenant,
             shard_index=self.shard.index,
             shard_count=self.shard.count,
             part=self.part,
+            expires_at_ms=order.expires_at_ms,
         )
 
     def metas(self, order: Save, places: Sequence[int]) -> list[PageMeta]:

@@ -82,6 +82,7 @@ class Worker:
         max_extra_threads: int = 2,
         slice_pages: int = 32,
         in_place_pages: int = 128,
+        overlaps: bool = False,
         grace_s: float = 0.25,
     ) -> None:
         """Start the threads. Raises InvalidInput, with none started.
@@ -89,7 +90,8 @@ class Worker:
         `stores`, by tier, are taken as they are: reading from them goes through verification here. `layout`, `shard`
         and `part` are those of a page: the whole block, or what one rank holds of it. Deadlines are on `clock`.
         `slice_pages` go together through staging, `in_place_pages` straight into a store's memory: there a slice holds
-        no page, and costs the interpreter by the slice.
+        no page, and costs the interpreter by the slice. With `overlaps` the store is called for one slice while the
+        device is at another: faster for few long rows, and each takes twice the pages.
         """
         if not stores:
             raise InvalidInput("a worker needs at least one store")
@@ -127,6 +129,8 @@ class Worker:
             naming=naming,
             slice_pages=slice_pages,
             in_place_pages=in_place_pages,
+            overlaps=overlaps,
+            grace_s=grace_s,
             clock=clock,
             courtesy=self._courtesy,
             metrics=self._metrics,
@@ -316,6 +320,7 @@ class Worker:
             self._run(job)
             with self._ledger.lock:
                 lane.leave(job)
+                self._ledger.stuck.discard(job)
             self._ledger.flush()
         with self._ledger.lock:
             self._watch.notify()  # after close() it waits for the last of us
@@ -420,11 +425,12 @@ class Worker:
         kind, why = "store_stuck", "a store's call did not return in time"
         if job.copying:
             kind, why = "copy_stuck", "a copy did not end in time"
-        self._ledger.fail(job, Failure.LATE, why)
+        self._ledger.give_up(job, why)
         if job.copying and isinstance(job.order, Load):
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
         lane.stick(job)
-        self._ledger.changed.notify_all()  # who waits for its layers
+        self._ledger.stuck.add(job)
+        self._ledger.changed.notify_all()  # who waits for its layers, or for its pages
         self._metrics.event(kind, store=lane.name, job=job.kind)
         if not self._closed and lane.num_able + lane.num_stuck < self._max_threads:
             lane.num_able += 1

@@ -18,7 +18,7 @@ _GOOD: Final[dict[type[Job], tuple[str, ...]]] = {
     Promote: ("stored", "exists"),
 }
 _TROUBLE: Final = ("late", "failed")  # says something of a rank, not only of a page; and goes on behind it
-_WORST_FIRST: Final = (Failure.FAILED, Failure.LATE, Failure.CANCELLED)
+_WORST_FIRST: Final = (Failure.FAILED, Failure.DOWN, Failure.LATE, Failure.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
