@@ -255,8 +255,9 @@ class JobRunner:
                     break  # whatever it says now: a store that keeps no time has proved nothing by the deadline
                 for i, status in zip(todo[piece.start : piece.end], statuses, strict=True):
                     results[i] = status
-                job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
-                if not all(status.held for status in statuses):
+                num_held = sum(1 for _ in takewhile(lambda status: status.held, statuses))
+                job.num_bytes += self._moved(order.store, "in", statuses[:num_held].count(PutStatus.STORED))
+                if num_held < len(statuses):
                     return fill(results, piece.end, PutStatus.NO_PARENT, todo)
                 done = piece.end
                 self._give_back(job, piece)

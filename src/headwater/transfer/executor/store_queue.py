@@ -73,6 +73,7 @@ class StoreQueue:
         self.num_able -= 1
         self.num_stuck += 1
         self._num_unhurried -= _rank(job) > 0
+        self._metrics.gauge("stuck_calls", self.num_stuck, store=self.name)
         self.work.notify_all()  # in its place another may begin
 
     def leave(self, job: JobState) -> None:
@@ -81,6 +82,7 @@ class StoreQueue:
         if job.stuck:
             self.num_able += 1
             self.num_stuck -= 1
+            self._metrics.gauge("stuck_calls", self.num_stuck, store=self.name)
         else:
             self._num_unhurried -= _rank(job) > 0
 

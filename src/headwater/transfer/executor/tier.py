@@ -5,7 +5,7 @@ No threads, no decisions: whether a store is used is decided in `worker.py` and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from headwater.core.errors import InvalidInput, StoreError
 from headwater.core.events import Save
@@ -17,6 +17,8 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import WrapperStore
+
+BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
 
 
 @runtime_checkable
@@ -105,7 +107,7 @@ class TierStore:
         """Why the store is not to be used now (rule 8), as far as it knows itself. Looks at memory only."""
         if self.damageable is not None and self.damageable.down is not None:
             return str(self.damageable.down)
-        return "nothing but bad pages came from it" if self.reader.switched_off else None
+        return BAD_PAGES if self.reader.switched_off else None
 
     def revive(self) -> bool:
         """Try to put the store right. Blocks, seconds where it rebuilds. True if it may be used."""
