@@ -134,7 +134,7 @@ class Rig:
             metrics=self.metrics,
         )
         fuse = {"breaker_failures": 1000, **(breaker or {})}
-        caller = Caller(self.worker, ["pool"], clock=clock, metrics=self.metrics, **fuse)
+        caller = Caller(self.worker, ["pool"], identity=IDENTITY, clock=clock, metrics=self.metrics, **fuse)
         self.worker.deliver = caller.deliver
         self.slices = Rows(caller, "pool", config=WriteConfig(**config))
 

@@ -121,6 +121,7 @@ class AttentionStore:
         caller = Caller(
             worker,
             [_TIER],
+            identity=identity.digest,
             breaker_failures=breaker_failures,
             breaker_pause_s=breaker_pause_s,
             breaker_max_pause_s=breaker_max_pause_s,

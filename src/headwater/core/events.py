@@ -164,6 +164,7 @@ class JobFailed(Event):
     job: int
     failure: Failure
     why: str = ""
+    on_device: bool = dataclasses.field(default=False, metadata={"later": True})  # that says nothing of the store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from headwater.core.events import Failure, JobFailed
 from headwater.disagg.protocol import Ticket
 from headwater.storage.base import GetStatus, PutStatus
-from headwater.storage.pending import CallEnd, Pending
-from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.sliced import Reached, Why
 
 NOT_FINITE: Final = "not_finite"  # the code of an error: the model computed NaN or infinity
 READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about
@@ -32,7 +32,7 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How far one page's worth of every block came (`mover.py`). No reason: to the end."""
+    """How far the blocks of a prompt came, on all ranks (`machine.py`). No reason: to the end."""
 
     num_blocks: int  # in a row, from the prompt's first
     reason: Reason | None = None
@@ -100,13 +100,6 @@ _STATUSES: Final[dict[str, Reason]] = {
     PutStatus.NO_PARENT: Reason.MISSING,
     PutStatus.REFUSED: Reason.REFUSED,
 }
-_ENDS: Final = {
-    CallEnd.LATE: Reason.LATE,
-    CallEnd.RAISED: Reason.FAILED,
-    CallEnd.LEFT_ALONE: Reason.DOWN,
-    CallEnd.NO_THREAD: Reason.DOWN,
-    CallEnd.CLOSED: Reason.CANCELLED,
-}
 _WHYS: Final = {
     Why.SLICE_TIMEOUT: Reason.LATE,
     Why.TOTAL_TIMEOUT: Reason.LATE,
@@ -123,11 +116,14 @@ def why_row(reached: Reached) -> Reason | None:
     return _WHYS.get(reached.why) or _STATUSES.get(reached.status, Reason.FAILED)
 
 
-def why_call(call: Pending[Any]) -> Reason | None:
-    """Why a call got no answer of its store; None: it did."""
-    return _ENDS.get(call.end) if call.end is not None else Reason.LATE
+def why_failed(end: JobFailed) -> Reason:
+    """Why a job ended without a result."""
+    return _FAILURES[end.failure]
 
 
-def why_status(status: GetStatus | PutStatus) -> Reason | None:
-    """Why a page was not had or not taken; None: it was."""
-    return None if status is GetStatus.HIT or status in (PutStatus.STORED, PutStatus.EXISTS) else _STATUSES[status]
+_FAILURES: Final = {
+    Failure.FAILED: Reason.FAILED,
+    Failure.LATE: Reason.LATE,
+    Failure.DOWN: Reason.DOWN,
+    Failure.CANCELLED: Reason.CANCELLED,
+}

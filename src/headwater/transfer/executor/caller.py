@@ -75,6 +75,7 @@ class Caller:
         executor: JobTaker,
         stores: Collection[str],
         *,
+        identity: bytes,
         first_job: int = 1,
         breaker_failures: int = 3,
         breaker_pause_s: float = 1.0,
@@ -82,10 +83,14 @@ class Caller:
         clock: Clock = SYSTEM_CLOCK,
         metrics: Metrics | None = None,
     ) -> None:
-        """`clock` is the executor's. Whoever owns the executor has it deliver its events here. Raises InvalidInput."""
+        """`identity`: whose pages the executor moves. `clock` is the executor's, which has to deliver its events here.
+
+        Raises InvalidInput.
+        """
         for what, value, least in (("breaker_failures", breaker_failures, 1), ("breaker_pause_s", breaker_pause_s, 0)):
             if not least <= value < float("inf"):
                 raise InvalidInput(f"{what} must be at least {least}, not {value}")
+        self.identity: Final = identity
         self.clock = clock
         self.metrics = metrics if metrics is not None else Metrics()
         self._executor = executor
@@ -227,7 +232,7 @@ def says(order: Job, end: End, now_s: float) -> bool | None:
     looks the same.
     """
     if isinstance(end, JobFailed):
-        return False if end.failure in (Failure.FAILED, Failure.LATE) else None
+        return False if end.failure in (Failure.FAILED, Failure.LATE) and not end.on_device else None
     if isinstance(order, Look):
         return True if "held" in end.results else False if now_s > order.deadline_s else None
     if not end.results:

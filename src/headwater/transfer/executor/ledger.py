@@ -86,7 +86,7 @@ class Ledger:
         """A job is alive from now on. The lock is held."""
         self.live[job.order.job] = job
 
-    def fail(self, job: JobState, failure: Failure, why: str) -> None:
+    def fail(self, job: JobState, failure: Failure, why: str, *, on_device: bool = False) -> None:
         """End a job without a result, now or when its copy is over; one that ended stays ended. The lock is held."""
         if job.ended:
             return
@@ -94,7 +94,9 @@ class Ledger:
             job.failing = job.failing or (failure, why)
             return
         self._end(job)
-        self.say(JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why))
+        self.say(
+            JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why, on_device=on_device)
+        )
         self._count(job, failure.value)
 
     def give_up(self, job: JobState, why: str) -> None:

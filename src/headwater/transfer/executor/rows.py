@@ -19,7 +19,7 @@ from headwater.core.errors import InvalidInput
 from headwater.core.events import NO_TENANT, Failure, JobFailed, Load, Look, Save
 from headwater.core.keys import BlockKey
 from headwater.transfer.executor.caller import Caller
-from headwater.transfer.executor.sliced import J, Reached, SlicedRow, Why
+from headwater.transfer.executor.sliced import Reached, SlicedRow, Why
 
 log: Final = logging.getLogger("headwater")
 
@@ -94,7 +94,7 @@ class Rows:
             raise InvalidInput(f"a timeout is a positive number of seconds, not {timeout_s}")
         return self._caller.clock.monotonic() + timeout_s
 
-    def _run(self, call: str, row: SlicedRow[J], depth: int, stopped: Callable[[], bool]) -> Reached:
+    def _run(self, call: str, row: SlicedRow, depth: int, stopped: Callable[[], bool]) -> Reached:
         """Do it, and say in the log and the counters what came of it: once."""
         clock = self._caller.clock
         while not row.over:

@@ -13,13 +13,11 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Failure, JobDone, JobFailed, Load, Save
-
-J = TypeVar("J", Save, Load)
 
 _GOOD: Final = frozenset({"stored", "exists", "hit"})
 
@@ -47,10 +45,10 @@ class Reached:
     status: str = field(default="", compare=False)  # a store's word for the first block that did not do, if it gave one
 
 
-class SlicedRow(Generic[J]):
+class SlicedRow:
     """One row under way."""
 
-    def __init__(self, order: J, config: WriteConfig, number: Callable[[], int], *, depth: int = 0) -> None:
+    def __init__(self, order: Save | Load, config: WriteConfig, number: Callable[[], int], *, depth: int = 0) -> None:
         """`order` says which blocks, the first at `depth`; its deadline is the total's. `number` gives each job one.
 
         Raises InvalidInput.
@@ -75,7 +73,7 @@ class SlicedRow(Generic[J]):
         """How far it came, and why not further; of one that is over."""
         return self._ended if self._ended is not None else Reached(self.num_done, Why.WHOLE)
 
-    def next_job(self, now_s: float) -> J | None:
+    def next_job(self, now_s: float) -> Save | Load | None:
         """The next slice; None: it is over. Not to be asked for while one is under way."""
         order, start = self.order, self.num_done
         if not self.over and now_s >= order.deadline_s:

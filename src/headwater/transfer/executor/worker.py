@@ -346,6 +346,7 @@ class Worker:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
         order = job.order
         tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, Promote) else []))]
+        on_device = False
         try:
             self._notice(tiers)
             self._require_on(tiers)
@@ -354,14 +355,14 @@ class Worker:
             failure, why = trouble.failure, trouble.why
         except BaseException as error:  # staging is foreign code too
             log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
-            failure, why = Failure.FAILED, f"{type(error).__name__}: {error}"
+            failure, why, on_device = Failure.FAILED, f"{type(error).__name__}: {error}", True
         else:
             self._notice(tiers)
             self._ledger.done(job, results)
             return
         self._notice(tiers)
         with self._ledger.lock:
-            self._ledger.fail(job, failure, why)
+            self._ledger.fail(job, failure, why, on_device=on_device)
 
     def _notice(self, tiers: Iterable[TierStore]) -> None:
         """Say StoreOff, once, for stores that turned themselves off."""
