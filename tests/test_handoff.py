@@ -1,6 +1,7 @@
 """From prefill's slots to decode's through a pool: every byte, or an honest word by the deadline."""
 
 import hashlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,18 +81,16 @@ def cut_off(layout: KVLayout, block: bytes, valid_tokens: int) -> bytes:
 
 def send(sender: PoolSender, *args: Any, **options: Any) -> Sent | Unsent:
     """Send, and wait for what comes of it."""
-    over, found = threading.Event(), list[Sent | Unsent]()
-    sender.begin_send(*args, done=lambda outcome: (found.append(outcome), over.set()), **options)
-    assert over.wait(4 * PATIENCE_S)
-    return found[0]
+    found: queue.Queue[Sent | Unsent] = queue.Queue()
+    sender.begin_send(*args, done=found.put, **options)
+    return found.get(timeout=4 * PATIENCE_S)
 
 
 def fetch(receiver: PoolReceiver, *args: Any, **options: Any) -> Fetched | Missing:
     """Fetch, and wait for what comes of it."""
-    over, found = threading.Event(), list[Fetched | Missing]()
-    receiver.begin_fetch(*args, done=lambda outcome: (found.append(outcome), over.set()), **options)
-    assert over.wait(4 * PATIENCE_S)
-    return found[0]
+    found: queue.Queue[Fetched | Missing] = queue.Queue()
+    receiver.begin_fetch(*args, done=found.put, **options)
+    return found.get(timeout=4 * PATIENCE_S)
 
 
 class End:

@@ -154,7 +154,7 @@ def _open_handoffs(
     from headwater.engine.handoffs import Handoffs
 
     layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
-    executor = cache.share_executor(lambda event: caller.deliver(event))
+    executor = cache.share_executor(lambda event: caller.hears(event))
     caller = Caller(executor, [POOL_TIER, _VIEW_TIER], identity=identity.digest, first_job=BESIDE, metrics=metrics)
     sender = receiver = None
     if config.role is Role.PREFILL:

@@ -3,7 +3,7 @@
 A brain knows its stores and leaves a bad one alone; whoever else gives jobs to an executor (`rows.py`, a handoff) does
 it through a Caller, with one breaker for each store (`core/breaker.py`): a store that is down is asked by one job at a
 time, and everybody else is told at once. The executor may be the caller's own, or one that a brain uses too: then the
-numbers lie apart (`first_job`), and `deliver` says which events were for whom.
+numbers lie apart (`first_job`), and `hears` says which events were for whom.
 
 Takes no decision about blocks and moves none. Does not own the executor.
 
@@ -15,7 +15,7 @@ Invariants:
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Final, Protocol, TypeAlias
 
@@ -47,7 +47,7 @@ _TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against th
 class JobTaker(Protocol):
     """Who carries jobs out: a `Worker`, or the ranks of a group."""
 
-    def submit(self, instructions: Iterable[Instruction], /) -> None:
+    def submit(self, instructions: Sequence[Instruction], /) -> None:
         """Begin jobs, or cancel them. Does not block; raises with nothing taken."""
         ...
 
@@ -158,7 +158,11 @@ class Caller:
         ended.wait()
         return ends[0]
 
-    def deliver(self, event: Event) -> bool:
+    def deliver(self, event: Event) -> None:
+        """Hear an event of an executor that nobody else uses. Raises what `on_end` raises."""
+        self.hears(event)
+
+    def hears(self, event: Event) -> bool:
         """Hear an event of the executor. Whether it was of a job of this caller. Raises what `on_end` raises."""
         if isinstance(event, StoreOff | StoreOn):
             with self._lock:
