@@ -131,20 +131,6 @@ class VerifiedStore(Store):
         """Throw out a page that was read and verified, and is still not what its reader must get (rule 8)."""
         self._throw_out([(name, GetStatus.FOREIGN)], deadline)
 
-    def check(
-        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, deadline: Deadline
-    ) -> list[GetStatus]:
-        """Verify what somebody else's `get_into` put into private buffers, as `get_into` does here.
-
-        For who reads on threads of its own (`calls.py`) and verifies while the next pages are on their way.
-        """
-        self._require_open()
-        if self.switched_off:
-            return [GetStatus.FAILED] * len(pages)
-        results = self._judge_all(pages, got)
-        self._learn(pages, results, deadline)
-        return results
-
     def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | GetStatus]:
         """Pages to be copied straight out of the store, up to the first that is not there or whose header is bad.
 
