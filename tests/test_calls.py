@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Save
+from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.results import Reason
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
@@ -53,7 +54,7 @@ class Pending:
         return list(self.end.results)
 
     @property
-    def failure(self) -> Failure:
+    def failure(self) -> Reason:
         assert isinstance(self.end, JobFailed), self.end
         return self.end.failure
 
@@ -100,7 +101,7 @@ class Bench:
         return self.submit(Load, within_s, keys(chain, NUM), slots=tuple(range(at, at + NUM)))
 
     def contains(self, within_s: float = PATIENCE_S, *, num: int = NUM, chain: int = 1) -> Pending:
-        return self.submit(Look, within_s, keys(chain, num))
+        return self.submit(Probe, within_s, keys(chain, num))
 
     def submit(self, kind: type[Job], within_s: float, wanted: Any, **facts: Any) -> Pending:
         pending = Pending()
@@ -116,7 +117,7 @@ class Bench:
         assert self.hanging is not None
         self.hanging.dead = True
         for _ in range(times):
-            assert self.put().failure is Failure.FAILED
+            assert self.put().failure is Reason.FAILED
         self.hanging.dead = False
 
     @property
@@ -187,8 +188,8 @@ def test_answers_are_the_store_s(bench: Callable[..., Bench]) -> None:
 
 def test_nothing_left(bench: Callable[..., Bench]) -> None:
     one = bench()
-    assert one.put(-1.0).failure is Failure.LATE
-    assert one.contains(-1.0).failure is Failure.LATE
+    assert one.put(-1.0).failure is Reason.LATE
+    assert one.contains(-1.0).failure is Reason.LATE
     assert hanging_of(one).num_asked() == 0
 
 
@@ -211,11 +212,11 @@ def test_what_is_no_answer_is_a_failure(
     for chain in (1, 2, 3):
         end = one.put(chain=chain).end
         assert isinstance(end, JobFailed)
-        assert end.failure is Failure.FAILED
+        assert end.failure is Reason.FAILED
         assert why in end.why
         assert one.worker.num_held_pages == 0
     assert one.left_alone
-    assert one.put().failure is Failure.DOWN
+    assert one.put().failure is Reason.DOWN
 
 
 def test_a_listener_that_raises_spoils_nothing(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
@@ -224,7 +225,7 @@ def test_a_listener_that_raises_spoils_nothing(bench: Callable[..., Bench], capl
     def raises(_: End) -> None:
         raise RuntimeError("mine")
 
-    order = Look(job=one.caller.number(), store="pool", keys=keys(1, 1), deadline_s=time.monotonic() + PATIENCE_S)
+    order = Probe(job=one.caller.number(), store="pool", keys=keys(1, 1), deadline_s=time.monotonic() + PATIENCE_S)
     assert one.caller.submit(order, raises) is None
     assert one.put().results == ["stored"] * NUM
     assert "nobody heard" in caplog.text
@@ -239,7 +240,7 @@ def test_options_that_cannot_work(bench: Callable[..., Bench], options: dict[str
     with pytest.raises(InvalidInput, match=next(iter(options))):
         Caller(one.worker, ["pool"], identity=IDENTITY, **options)
     with pytest.raises(InvalidInput, match="tape"):
-        one.caller.submit(Look(job=1, store="tape", keys=(), deadline_s=0.0), lambda _: None)
+        one.caller.submit(Probe(job=1, store="tape", keys=(), deadline_s=0.0), lambda _: None)
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ def test_every_call_ends_by_its_deadline_while_the_store_blocks(bench: Callable[
     until_s = time.monotonic() + 0.2
     put, get, contains = one.put(0.2, chain=2), one.get(0.2), one.contains(0.2)
     hanging_of(one).wait_inside(3)
-    assert [pending.failure for pending in (put, get, contains)] == [Failure.LATE] * 3
+    assert [pending.failure for pending in (put, get, contains)] == [Reason.LATE] * 3
     assert time.monotonic() <= until_s + SLACK_S
     assert one.num_stuck == 3
     assert one.worker.num_held_pages == NUM  # what the stuck get holds is its own; the put hung before it had any
@@ -285,7 +286,7 @@ def test_a_job_that_finds_no_free_thread_is_late_and_never_made(bench: Callable[
     hanging_of(one).wait_inside()
     second = one.put(0.05, chain=2).end
     assert isinstance(second, JobFailed)
-    assert (second.failure, second.why) == (Failure.LATE, "it had not begun by its deadline")
+    assert (second.failure, second.why) == (Reason.LATE, "it had not begun by its deadline")
     assert hanging_of(one).num_asked("put") == 1
     hanging_of(one).release()
     assert first.results == ["stored"] * NUM
@@ -299,10 +300,10 @@ def test_stuck_threads_are_replaced_up_to_a_bound_and_then_nothing_is_made(bench
     one = bench(threads_per_store=2, max_extra_threads=1, breaker={"breaker_failures": 100})
     hanging_of(one).hang("get_into")
     for number in range(3):
-        assert one.get(BEGUN_S).failure is Failure.LATE
+        assert one.get(BEGUN_S).failure is Reason.LATE
         wait_until(lambda number=number: one.num_stuck == number + 1)  # type: ignore[misc]
     asked = hanging_of(one).num_asked()
-    assert one.put(0.05).failure is Failure.LATE
+    assert one.put(0.05).failure is Reason.LATE
     assert hanging_of(one).num_asked() == asked
     hanging_of(one).release()
     wait_until(lambda: one.num_stuck == 0)
@@ -370,21 +371,21 @@ def test_a_dead_store_costs_one_probe_and_is_used_again_when_it_is_back(bench: C
     assert one.put(1.0).results == ["stored"] * NUM
     hanging.dead = True
     for _ in range(3):
-        assert one.put(1.0, chain=2).failure is Failure.FAILED
+        assert one.put(1.0, chain=2).failure is Reason.FAILED
     assert one.left_alone
     for pause_s in (1.0, 2.0, 4.0, 4.0, 4.0):
         before = hanging.num_asked()
         clock.advance(pause_s - 0.01)
-        assert [one.contains(1.0).failure, one.put(1.0).failure] == [Failure.DOWN] * 2
+        assert [one.contains(1.0).failure, one.put(1.0).failure] == [Reason.DOWN] * 2
         assert hanging.num_asked() == before
         clock.advance(0.01)
         ends = []
         for _ in range(50):  # a request, and all others: one probe between them
             ends += [one.contains(1.0).failure, one.put(1.0).failure]
-        assert Counter(ends) == {Failure.FAILED: 1, Failure.DOWN: 99}
+        assert Counter(ends) == {Reason.FAILED: 1, Reason.DOWN: 99}
         assert hanging.num_asked() == before + 1
     hanging.dead = False
-    assert one.contains(1.0).failure is Failure.DOWN  # still alone
+    assert one.contains(1.0).failure is Reason.DOWN  # still alone
     clock.advance(60.0)
     for _ in range(50):
         assert one.contains(1.0).results == ["held"] * NUM
@@ -400,11 +401,11 @@ def test_a_blocking_store_costs_one_probe(bench: Callable[..., Bench]) -> None:
     assert one.put().results == ["stored"] * NUM
     hanging_of(one).hang()
     asked = hanging_of(one).num_asked()
-    assert one.put(BEGUN_S, chain=2).failure is Failure.LATE
+    assert one.put(BEGUN_S, chain=2).failure is Reason.LATE
     probe = one.get(0.2)
     others = [*(one.put() for _ in range(20)), *(one.get() for _ in range(20))]
-    assert {pending.failure for pending in others} == {Failure.DOWN}
-    assert probe.failure is Failure.LATE
+    assert {pending.failure for pending in others} == {Reason.DOWN}
+    assert probe.failure is Reason.LATE
     assert hanging_of(one).num_asked() == asked + 2
     hanging_of(one).release()
     wait_until(lambda: one.num_stuck == 0)
@@ -440,16 +441,16 @@ def test_nothing_but_failures_is_a_failure_and_one_page_that_is_none_is_not(
     else:
         for _ in range(2):
             assert ask().results[0] == word
-    assert one.get().failure is Failure.DOWN
+    assert one.get().failure is Reason.DOWN
 
 
 def test_a_late_return_does_not_close_the_breaker(bench: Callable[..., Bench]) -> None:
     one = bench(breaker={"breaker_failures": 1, "breaker_pause_s": 1000.0})
     hanging_of(one).hang("put")
-    assert one.put(BEGUN_S).failure is Failure.LATE
+    assert one.put(BEGUN_S).failure is Reason.LATE
     hanging_of(one).release()
     wait_until(lambda: one.num_stuck == 0)
-    assert one.put().failure is Failure.DOWN
+    assert one.put().failure is Reason.DOWN
 
 
 def test_while_a_probe_is_out_only_the_probe_is_heard(bench: Callable[..., Bench]) -> None:
@@ -460,7 +461,7 @@ def test_while_a_probe_is_out_only_the_probe_is_heard(bench: Callable[..., Bench
     old = one.put(100.0)  # from before
     hanging.wait_inside()
     hanging.dead = True
-    assert one.get(1.0).failure is Failure.FAILED
+    assert one.get(1.0).failure is Reason.FAILED
     clock.advance(1.0)
     hanging.hang("get_into")
     probe = one.get(100.0)
@@ -468,7 +469,7 @@ def test_while_a_probe_is_out_only_the_probe_is_heard(bench: Callable[..., Bench
     hanging.dead = False
     hanging.release("put")
     assert old.results == ["stored"] * NUM
-    assert one.put(1.0).failure is Failure.DOWN  # that one proved nothing
+    assert one.put(1.0).failure is Reason.DOWN  # that one proved nothing
     hanging.release()
     assert probe.results == ["hit"] * NUM
     assert one.put(1.0).results == ["exists"] * NUM
@@ -479,7 +480,7 @@ def test_an_empty_store_that_is_back_is_found_out(bench: Callable[..., Bench]) -
     clock = FakeClock()
     one = bench(clock=clock, breaker={"breaker_failures": 1, "breaker_pause_s": 5.0})
     hanging_of(one).dead = True
-    assert one.put(1.0).failure is Failure.FAILED
+    assert one.put(1.0).failure is Reason.FAILED
     clock.advance(5.0)
     hanging_of(one).dead = False
     assert one.contains(1.0).results == ["absent"] * NUM
@@ -515,7 +516,7 @@ def test_what_the_device_does_says_nothing_of_the_store(bench: Callable[..., Ben
 
     one.staging.on_gather = raises
     for _ in range(3):
-        assert one.put().failure is Failure.FAILED
+        assert one.put().failure is Reason.FAILED
     one.staging.on_gather = None
     assert one.put().results == ["stored"] * NUM
 
@@ -532,10 +533,10 @@ def test_close_ends_who_waits_and_says_what_is_stuck(
     hanging_of(one).wait_inside()
     assert not one.worker.close(0.05)
     assert "not back from a call" in caplog.text
-    assert [stuck.failure, queued.failure] == [Failure.CANCELLED] * 2
+    assert [stuck.failure, queued.failure] == [Reason.CANCELLED] * 2
     assert one.worker.num_held_pages == NUM
     assert not one.worker.close(0.0)
-    assert one.put().failure is Failure.CANCELLED
+    assert one.put().failure is Reason.CANCELLED
     hanging_of(one).release()
     assert one.worker.close()
     assert one.worker.num_held_pages == 0

@@ -7,9 +7,10 @@ by page may have dropped the first block for the last.
 
 from collections.abc import Callable, Sequence
 
-from headwater.core.events import Instruction, JobDone, JobFailed, Look, Save
+from headwater.core.events import Instruction, JobDone, JobFailed, Probe, Save
+from headwater.core.results import Reason
 from headwater.disagg.machine import Handoff, Tries
-from headwater.disagg.outcome import AGAIN_WRITE, Reason, why_failed
+from headwater.disagg.outcome import AGAIN_WRITE, why_failed
 from headwater.disagg.prompt import NamedPrompt
 from headwater.transfer.executor.sliced import SlicedRow
 
@@ -81,7 +82,7 @@ class Export(Handoff):
         tail = (self.prompt.tail.key,) if self.prompt.tail is not None else ()
         self._asking = True
         keys = (*self.prompt.keys, *tail)
-        return self._say(Look(job=self._number(), store=self._store, keys=keys, deadline_s=self._deadline_s))
+        return self._say(Probe(job=self._number(), store=self._store, keys=keys, deadline_s=self._deadline_s))
 
     def _ended(self, end: JobDone | JobFailed) -> list[Instruction]:
         if not self._asking:

@@ -20,17 +20,18 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from headwater.attention_store import Told
+from headwater.attention_store import MoveListener
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Came
+from headwater.core.events import Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens
+from headwater.core.results import Reason
 from headwater.disagg.exports import Export
 from headwater.disagg.imports import Import
 from headwater.disagg.machine import Tries
-from headwater.disagg.outcome import Fetched, Missing, Moved, Reason, Sent, Unsent
+from headwater.disagg.outcome import Fetched, Missing, Moved, Sent, Unsent
 from headwater.disagg.prompt import NamedPrompt, name_prompt
-from headwater.disagg.protocol import NONCE_BYTES, Finish, FirstToken, SamplerState, Ticket, check
+from headwater.disagg.protocol import NONCE_BYTES, FirstToken, FirstTokenFinish, SamplerState, Ticket, check
 from headwater.disagg.runner import RunningHandoff
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import require_tails
@@ -63,7 +64,7 @@ class Sender(Protocol):
         sampler: SamplerState,
         deadline: Deadline,
         done: Callable[[Sent | Unsent], None],
-        finish: Finish = Finish.GOES_ON,
+        finish: FirstTokenFinish = FirstTokenFinish.GOES_ON,
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -107,7 +108,7 @@ class PoolSender:
         tp_size: int = 1,
         ttl_s: float = 120.0,
         tries: Tries | None = None,
-        residency: Told | None = None,
+        residency: MoveListener | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`layout` is the unsharded one, `pool` the sort of pool (`config.pool_kind`), `ttl_s` how long tickets live.
@@ -137,7 +138,7 @@ class PoolSender:
         sampler: SamplerState,
         deadline: Deadline,
         done: Callable[[Sent | Unsent], None],
-        finish: Finish = Finish.GOES_ON,
+        finish: FirstTokenFinish = FirstTokenFinish.GOES_ON,
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -221,7 +222,7 @@ class PoolReceiver:
         view: str | None = None,
         tp_size: int = 1,
         tries: Tries | None = None,
-        residency: Told | None = None,
+        residency: MoveListener | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """As PoolSender. `view`: what other tensor-parallel sizes wrote, as a store of the executor (`resharded.py`).
@@ -350,6 +351,6 @@ def _check_end(caller: Caller | None, identity: CacheIdentity, layout: KVLayout,
     return caller
 
 
-def _tell(residency: Told | None, tier: str, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
+def _tell(residency: MoveListener | None, tier: str, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
     if keys and residency is not None:
-        residency.offer([Came(tier=tier, keys=tuple(keys), parent=parent, depth=depth)])
+        residency.offer([Stored(tier=tier, keys=tuple(keys), parent=parent, depth=depth)])

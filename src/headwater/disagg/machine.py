@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Load, Save
-from headwater.disagg.outcome import Moved, Reason, why_row
+from headwater.core.results import Reason
+from headwater.disagg.outcome import Moved, why_row
 from headwater.disagg.prompt import NamedPrompt
 from headwater.transfer.executor.sliced import SlicedRow
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headwater.core.errors import InvalidInput
-from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
-from headwater.disagg.protocol import Finish as Over
+from headwater.core.results import Reason
+from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, SamplerState
+from headwater.disagg.protocol import FirstTokenFinish as Over
 from headwater.engine.connector import Connector
 from headwater.engine.handoffs import Handoffs, Outcome
-from headwater.engine.pace import Pace
-from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, TokenLogprob
+from headwater.engine.pace import EnginePace
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sending, Taking, TokenLogprob
 from headwater.engine.sampler import settle_seed
 from headwater.engine.scheduler import Scheduler
 
@@ -46,7 +47,7 @@ class Handover:
         connector: Connector,
         scheduler: Scheduler,
         *,
-        pace: Pace,
+        pace: EnginePace,
         stops: Callable[[Request, int], bool],
         tell: Callable[[Request, Output], None],
         tell_end: TellEnd,
@@ -101,9 +102,9 @@ class Handover:
         for request in list(self._scheduler.running):
             if request.cancelled and self._handoffs.is_running(request):
                 self._handoffs.cancel(request)
-            elif isinstance(request.handoff, Sending) and request.phase is Phase.SENDING:
+            elif isinstance(request.handoff, Sending) and request.phase is RequestPhase.SENDING:
                 self._send(self._handoffs, request, request.handoff, news=news)
-            elif isinstance(request.handoff, Taking) and request.phase is Phase.LOADING:
+            elif isinstance(request.handoff, Taking) and request.phase is RequestPhase.LOADING:
                 self._fetch(self._handoffs, request, request.handoff)
         for request, outcome in self._handoffs.take():
             self._pace.done_s = time.monotonic()
@@ -123,7 +124,7 @@ class Handover:
             over = Over.STOP
         logprob, top = (told.logprob, told.top) if told is not None else (None, ())
         request.kept = FirstToken(token=token, logprob=logprob, top=top), over
-        request.phase = Phase.SENDING
+        request.phase = RequestPhase.SENDING
         self._num_seen = 0
 
     def _send(self, handoffs: Handoffs, request: Request, sending: Sending, *, news: bool) -> None:
@@ -203,7 +204,7 @@ class Handover:
                 self._stuck(request, taking)
             return
         if num_ready < taking.ticket.num_blocks:
-            request.phase = Phase.FETCHING
+            request.phase = RequestPhase.FETCHING
             handoffs.begin_fetch(request, taking.ticket, num_ready, taking.until_s)
         else:
             self._fetched(request, taking, Fetched(num_blocks=0, num_bytes=0, num_tries=0, seconds=0.0))
@@ -237,7 +238,7 @@ class Handover:
         request.handoff = None
         self._connector.taken(request, num_tokens)
         request.tokens.append(taking.ticket.first.token)
-        request.phase = Phase.RUNNING
+        request.phase = RequestPhase.RUNNING
         self.release_first_token(request)
 
     def release_first_token(self, request: Request) -> None:

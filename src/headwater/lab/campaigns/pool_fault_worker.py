@@ -26,13 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Save
+from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.lab.campaigns.pool_fault_heart import BEAT_S, Heart, Log
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.mooncake import MooncakeStore
 from headwater.storage.wrappers import OpaqueStore
 from headwater.testing.pages import IDENTITY, SamplePage, sample_chain, sample_page
@@ -95,14 +96,14 @@ class _Watched(OpaqueStore):
         self._log = log
         self._digests: dict[int, int] = {}  # by address, of memory that nobody of ours has written to since
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Put. Blocks."""
         try:
             return self.store.put(pages, deadline=deadline)
         finally:
             self._note(pages)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Get. Blocks."""
         for _, frame in pages:
             if self._digests.get(_address(frame), (digest := xxhash.xxh3_64_intdigest(frame))) != digest:
@@ -218,7 +219,7 @@ class PoolWorker:
         """Load a chain, which verifies it, and compare it."""
         deadline_s = time.monotonic() + CALL_S
         if self._rng.random() < 0.3:
-            look = Look(job=self._caller.number(), store=_POOL, keys=_keys(pages), deadline_s=deadline_s)
+            look = Probe(job=self._caller.number(), store=_POOL, keys=_keys(pages), deadline_s=deadline_s)
             self._timed("contains", look)
         if len(self._kept) >= _NUM_KEPT:
             self._look_again()
@@ -265,14 +266,14 @@ class PoolWorker:
         """Have a job done, wait for it, write down how long it took. Its good pages count as work done."""
         begin_s = time.monotonic()
         end = self._caller.call(order)
-        if not isinstance(order, Look):
+        if not isinstance(order, Probe):
             self._hold_up(Deadline(order.deadline_s))
         if isinstance(end, JobFailed):
             good, statuses = 0, Counter([end.failure.value])
         else:
             good, statuses = sum(one in _GOOD or one == "hit" for one in end.results), Counter(end.results)
         self._log.say("call", kind, begin_s, order.deadline_s, time.monotonic(), good, statuses)
-        if isinstance(end, JobFailed) and end.failure is Failure.DOWN:
+        if isinstance(end, JobFailed) and end.failure is Reason.DOWN:
             if " is off: " in end.why:
                 self._log.say("switched_off")
                 time.sleep(_OFF_S)

@@ -21,18 +21,8 @@ from typing import Final, Protocol, TypeAlias
 
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
 from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.events import (
-    Cancel,
-    Event,
-    Failure,
-    Instruction,
-    Job,
-    JobDone,
-    JobFailed,
-    Look,
-    StoreOff,
-    StoreOn,
-)
+from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Probe, StoreOff, StoreOn
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.executor.tier import BAD_PAGES
@@ -126,15 +116,15 @@ class Caller:
         if why is not None:
             reason = "off" if order.store in self._off else "left_alone"
             self.metrics.count("refused_calls_total", store=order.store, reason=reason)
-            return JobFailed(now_s=now_s, job=order.job, failure=Failure.DOWN, why=why)
+            return JobFailed(now_s=now_s, job=order.job, failure=Reason.DOWN, why=why)
         try:
             self._executor.submit([order])
         except ResourceClosed:
-            end = JobFailed(now_s=now_s, job=order.job, failure=Failure.CANCELLED, why="it was closed")
+            end = JobFailed(now_s=now_s, job=order.job, failure=Reason.CANCELLED, why="it was closed")
             self._forget(end)
             return end
         except BaseException as error:
-            self._forget(JobFailed(now_s=now_s, job=order.job, failure=Failure.CANCELLED, why=str(error)))
+            self._forget(JobFailed(now_s=now_s, job=order.job, failure=Reason.CANCELLED, why=str(error)))
             raise
         return None
 
@@ -236,8 +226,8 @@ def says(order: Job, end: End, now_s: float) -> bool | None:
     looks the same.
     """
     if isinstance(end, JobFailed):
-        return False if end.failure in (Failure.FAILED, Failure.LATE) and not end.on_device else None
-    if isinstance(order, Look):
+        return False if end.failure in (Reason.FAILED, Reason.LATE) and not end.on_device else None
+    if isinstance(order, Probe):
         return True if "held" in end.results else False if now_s > order.deadline_s else None
     if not end.results:
         return None

@@ -1,4 +1,4 @@
-"""What the hands do for each sort of job, step by step: look, load, save, promote. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in the threads of `worker.py`.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Where slices overlap, the store's
 call for one goes on in a thread beside, while the next is read from the device, or the one before is written to it, if
@@ -21,12 +21,13 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Failure, Job, Load, Look, Promote, Save
+from headwater.core.events import Job, Load, Probe, Promote, Save
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import Fault, PageMeta, parse
 from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, GetStatus, PutStatus
+from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 Item: TypeAlias = tuple[PageName, memoryview]
 T = TypeVar("T")
 
-_NO_FAULT: Final = frozenset({GetStatus.HIT, GetStatus.MISS, GetStatus.LATE, GetStatus.FAILED})
+_NO_FAULT: Final = frozenset({Status.HIT, Status.MISS, Status.LATE, Status.FAILED})
 
 
 class _Piece(Generic[T]):
@@ -144,29 +145,29 @@ class JobRunner:
         The results of a job that ended meanwhile mean nothing.
         """
         order = job.order
-        if isinstance(order, Look):
-            return self._look(job, order)
+        if isinstance(order, Probe):
+            return self._probe(job, order)
         if isinstance(order, Load):
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
         if isinstance(order, Promote):
             return self._promote(job, order)
-        raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
+        raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def glance(self, order: Look) -> tuple[str, ...] | None:
+    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
         """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
-        store = self._tiers[order.store].store.glancing()
+        store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
         names = self._naming.names(order.keys)
 
-        def glance() -> list[bool] | None:
-            found = store.glance(names)
+        def contains_cached() -> list[bool] | None:
+            found = store.contains_cached(names)
             return None if found is None else list(found)
 
         try:
-            held = call(order.store, glance)
+            held = call(order.store, contains_cached)
             if held is None:
                 return None
             require(order.store, held, len(names), bool)
@@ -174,22 +175,22 @@ class JobRunner:
             return None  # whatever it is, asking will show it
         return _words(held)
 
-    def _look(self, job: JobState, order: Look) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[str]:
         held = self._contains(job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
-            raise JobTrouble(Failure.LATE, "the answer came after the deadline")
+            raise JobTrouble(Reason.LATE, "the answer came after the deadline")
         return list(_words(held))
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = self._naming.names(order.keys)
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [GetStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         piece = self._ask(job, order, names, 0)
-        ahead: _Piece[list[GetStatus]] | None = None
+        ahead: _Piece[list[Status]] | None = None
         try:
             while piece is not None:
                 got = piece.wait()
@@ -203,26 +204,26 @@ class JobRunner:
                         slots = order.slots[piece.start : piece.start + num_hits]
                         self._staging.scatter(piece.pages[:num_hits], slots)
                 done = piece.start + num_hits
-                results[piece.start : done] = [GetStatus.HIT] * num_hits
+                results[piece.start : done] = [Status.HIT] * num_hits
                 job.num_bytes += self._moved(order.store, "out", num_hits)
                 if num_hits < len(got):
                     results[done] = got[num_hits]
-                    return fill(results, done + 1, GetStatus.MISS)
+                    return fill(results, done + 1, Status.MISS)
                 self._give_back(job, piece)
                 piece, ahead = ahead, None
                 if piece is None:
                     piece = self._ask(job, order, names, done)
         except StoreTrouble:
-            if GetStatus.HIT not in results:
+            if Status.HIT not in results:
                 raise
-            return fill(results, results.index(GetStatus.LATE), GetStatus.FAILED)
+            return fill(results, results.index(Status.LATE), Status.FAILED)
         finally:
             self._give_back(job, piece, ahead)
         return results
 
     def _ask(
         self, job: JobState, order: Load, names: Sequence[PageName], start: int, *, beside: bool = False
-    ) -> "_Piece[list[GetStatus]] | None":
+    ) -> "_Piece[list[Status]] | None":
         """The blocks from `start` on, as many as there are pages for. None: there are none, or no time is left.
 
         With `beside` they are on their way when this returns, and nobody waited for a page.
@@ -231,7 +232,7 @@ class JobRunner:
         if not pages:
             return None
         items = self._items(names[start:], pages)
-        before = (GetStatus.HIT,) * start
+        before = (Status.HIT,) * start
         return _Piece(start, pages, lambda: self._read(job, order, items, before), beside=beside)
 
     def _save(self, job: JobState, order: Save) -> list[str]:
@@ -239,12 +240,12 @@ class JobRunner:
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
         there = [False] * len(names) if order.valid_tokens else self._contains(job, names)
-        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
         piece = self._gather(job, order, todo, 0)
-        ahead: _Piece[list[PutStatus]] | None = None
+        ahead: _Piece[list[Status]] | None = None
         try:
             while piece is not None:
                 if self._overlaps and piece.end < len(todo):
@@ -256,9 +257,9 @@ class JobRunner:
                 for i, status in zip(todo[piece.start : piece.end], statuses, strict=True):
                     results[i] = status
                 num_held = sum(1 for _ in takewhile(lambda status: status.held, statuses))
-                job.num_bytes += self._moved(order.store, "in", statuses[:num_held].count(PutStatus.STORED))
+                job.num_bytes += self._moved(order.store, "in", statuses[:num_held].count(Status.STORED))
                 if num_held < len(statuses):
-                    return fill(results, piece.end, PutStatus.NO_PARENT, todo)
+                    return fill(results, piece.end, Status.NO_PARENT, todo)
                 done = piece.end
                 self._give_back(job, piece)
                 piece, ahead = ahead, None
@@ -267,17 +268,17 @@ class JobRunner:
                 elif not self._ledger.goes_on(job):
                     break
         except StoreTrouble:
-            done = next((at for at, i in enumerate(todo) if results[i] == PutStatus.LATE), len(todo))
+            done = next((at for at, i in enumerate(todo) if results[i] == Status.LATE), len(todo))
             if not done:
                 raise
-            return fill(results, done, PutStatus.FAILED, todo)
+            return fill(results, done, Status.FAILED, todo)
         finally:
             self._give_back(job, piece, ahead)
         return results
 
     def _gather(
         self, job: JobState, order: Save, todo: Sequence[int], start: int, *, wait: bool = True
-    ) -> "_Piece[list[PutStatus]] | None":
+    ) -> "_Piece[list[Status]] | None":
         """The blocks `todo` from `start` on, as many as there are pages for, read from the device and ready to be put.
 
         None: there are none, or no time is left. Those that are not the row's last ones are sealed already.
@@ -309,7 +310,7 @@ class JobRunner:
 
     def _promote(self, job: JobState, order: Promote) -> list[str]:
         names = self._naming.names(order.keys)
-        results: list[str] = [PutStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         target = self._tiers[order.target]
         done = 0
         while done < len(names):
@@ -326,16 +327,16 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED)
+                    return fill(results, done, Status.FAILED)
             results[done : done + num_hits] = statuses
             self._moved(order.store, "out", num_hits)
-            job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
+            job.num_bytes += self._moved(order.target, "in", statuses.count(Status.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT)
+                return fill(results, done, Status.NO_PARENT)
             if num_hits < len(got):
-                late = got[num_hits] is GetStatus.LATE
-                return fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
+                late = got[num_hits] is Status.LATE
+                return fill(results, done, Status.LATE if late else Status.FAILED)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -367,7 +368,7 @@ class JobRunner:
 
             pages = self._pool.take(account, number, deadline=job.deadline, stopped=hopeless)
             if not pages and not job.ended and not job.deadline.expired:
-                raise JobTrouble(Failure.DOWN, f"the {job.order.store}'s calls keep all pages")
+                raise JobTrouble(Reason.DOWN, f"the {job.order.store}'s calls keep all pages")
         with ledger.lock:
             job.num_pages += len(pages)
         return pages
@@ -402,20 +403,20 @@ class JobRunner:
 
     def _read(
         self, job: JobState, order: Load | Promote, items: list[Item], before: tuple[str, ...] = ()
-    ) -> list[GetStatus]:
+    ) -> list[Status]:
         """Pages, verified. `before`: what the job has of blocks before these."""
         reader = self._tiers[order.store].reader
 
-        def judged(got: Sequence[GetStatus]) -> None:
+        def judged(got: Sequence[Status]) -> None:
             if isinstance(order, Load) and not all(status in _NO_FAULT for status in got):
                 job.judged = _row_of(before, got, len(order.keys))
 
         got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
-        require(order.store, got, len(items), GetStatus)
-        if isinstance(order, Load) and order.valid_tokens and got == [GetStatus.HIT]:
+        require(order.store, got, len(items), Status)
+        if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
             ((name, frame),) = items
             if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
-                got = [GetStatus.FOREIGN]
+                got = [Status.FOREIGN]
                 judged(got)
                 call(order.store, lambda: reader.refuse(name, deadline=job.deadline))
         return got
@@ -429,7 +430,7 @@ class JobRunner:
 
     def _seal_and_put(
         self, job: JobState, unsealed: list[tuple[PageMeta, memoryview]], digests: "Digests | None", *, ahead: bool
-    ) -> Callable[[], list[PutStatus]]:
+    ) -> Callable[[], list[Status]]:
         """How to put pages. One of several pieces (`ahead`) is sealed now, while the one before it is being put.
 
         Digests of a whole block, if the copy made some, are not a tail's: `seal_pages` looks at that.
@@ -440,23 +441,23 @@ class JobRunner:
         if sealed:
             seal_pages(unsealed, layout, now_ms=now_ms, digests=digests)
 
-        def put() -> list[PutStatus]:
+        def put() -> list[Status]:
             if sealed:
                 return list(tier.store.put([(meta.name, frame) for meta, frame in unsealed], deadline=deadline))
             return list(put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline))
 
-        def checked() -> list[PutStatus]:
+        def checked() -> list[Status]:
             statuses = call(tier.name, put)
-            require(tier.name, statuses, len(unsealed), PutStatus)
+            require(tier.name, statuses, len(unsealed), Status)
             return statuses
 
         return checked
 
-    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[PutStatus]:
+    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), PutStatus)
+        require(tier.name, statuses, len(items), Status)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -474,12 +475,12 @@ def _account(job: JobState) -> Account:
     return order.target if isinstance(order, Promote) else order.store, isinstance(order, Load)
 
 
-def _row_of(before: tuple[str, ...], got: Sequence[GetStatus], num_blocks: int) -> tuple[str, ...]:
+def _row_of(before: tuple[str, ...], got: Sequence[Status], num_blocks: int) -> tuple[str, ...]:
     """A Load's results, if it ends with these pages of which not all are there."""
     at = _leading_hits(got)
-    found = (*before, *(GetStatus.HIT,) * at, got[at])
-    return (*found, *(GetStatus.MISS,) * (num_blocks - len(found)))
+    found = (*before, *(Status.HIT,) * at, got[at])
+    return (*found, *(Status.MISS,) * (num_blocks - len(found)))
 
 
-def _leading_hits(got: Sequence[GetStatus]) -> int:
-    return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
+def _leading_hits(got: Sequence[Status]) -> int:
+    return sum(1 for _ in takewhile(lambda status: status is Status.HIT, got))

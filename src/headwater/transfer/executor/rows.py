@@ -16,8 +16,9 @@ from typing import Final
 
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import NO_TENANT, Failure, JobFailed, Load, Look, Save
+from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.sliced import Reached, SlicedRow, Why
 
@@ -37,7 +38,7 @@ class Rows:
         until_s = self._caller.clock.monotonic() + timeout_s
         if not keys:
             return Reached(0, Why.WHOLE)
-        order = Look(job=self._caller.number(), store=self.store, keys=tuple(keys), deadline_s=until_s)
+        order = Probe(job=self._caller.number(), store=self.store, keys=tuple(keys), deadline_s=until_s)
         end = self._caller.call(order)
         if isinstance(end, JobFailed):
             return Reached(0, _WHYS[end.failure], end.why)
@@ -115,8 +116,8 @@ class Rows:
 
 
 _WHYS: Final = {
-    Failure.FAILED: Why.ERROR,
-    Failure.LATE: Why.TOTAL_TIMEOUT,
-    Failure.DOWN: Why.STORE_DOWN,
-    Failure.CANCELLED: Why.CANCELLED,
+    Reason.FAILED: Why.ERROR,
+    Reason.LATE: Why.TOTAL_TIMEOUT,
+    Reason.DOWN: Why.STORE_DOWN,
+    Reason.CANCELLED: Why.CANCELLED,
 }

@@ -17,7 +17,8 @@ from typing import Final
 
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Failure, JobDone, JobFailed, Load, Save
+from headwater.core.events import JobDone, JobFailed, Load, Save
+from headwater.core.results import Reason
 
 _GOOD: Final = frozenset({"stored", "exists", "hit"})
 
@@ -92,7 +93,7 @@ class SlicedRow:
     def heard(self, end: JobDone | JobFailed, now_s: float) -> None:
         """A slice has ended. `now_s` is when that is looked at."""
         if isinstance(end, JobFailed):
-            if end.failure is Failure.LATE:
+            if end.failure is Reason.LATE:
                 self._time_out(end.why, now_s)
             else:
                 self._end(_WHYS[end.failure], end.why)
@@ -121,4 +122,4 @@ class SlicedRow:
         self._ended = Reached(self.num_done, why, detail, status)
 
 
-_WHYS: Final = {Failure.FAILED: Why.ERROR, Failure.CANCELLED: Why.CANCELLED, Failure.DOWN: Why.STORE_DOWN}
+_WHYS: Final = {Reason.FAILED: Why.ERROR, Reason.CANCELLED: Why.CANCELLED, Reason.DOWN: Why.STORE_DOWN}
