@@ -718,7 +718,8 @@ def test_a_digest_sees_every_difference() -> None:
 
     histories = [
         (), ("probe",), ("fail",), ("give up",), ("want",), ("probe", "want"), ("probe", "want", "load"), ("off",),
-        ("leave",), ("leave", "probe"), ("probe", "want", "leave"), ("probe", "want", "load", "leave"), ("want", "leave"),
+        ("leave",), ("leave", "probe"), ("probe", "want", "leave"), ("probe", "want", "load", "leave"),
+        ("want", "leave"),
     ]  # fmt: skip
     digests = [state(*history) for history in histories]
     assert len(set(digests)) == len(digests)

@@ -1,4 +1,4 @@
-"""Whom a cache works with: who carries instructions out, who hears what it holds, who writes down what it heard.
+"""Whom a cache works with: who carries instructions out, and who writes down what it heard.
 
 Interfaces only, and the executor of a cache that has no stores.
 """
@@ -71,14 +71,6 @@ class NoExecutor:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """There is no load."""
         return False
-
-
-class MoveListener(Protocol):
-    """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
-
-    def offer(self, moves: Sequence[ev.Stored | ev.Removed | ev.TierLost]) -> None:
-        """Hear what came to a tier or left one, in order. Must not block and must not raise."""
-        ...
 
 
 class Recorder(Protocol):

@@ -15,11 +15,9 @@ from headwater.cache.match import DEVICE
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import BreakerState
-from headwater.core.events import Removed, Stored, TierLost
+from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
 from headwater.index.base import Victim
-
-Move = Stored | Removed | TierLost
 
 _THERE: Final = {
     JobKind.SAVE: frozenset({"stored", "exists"}),

@@ -1,8 +1,9 @@
 """What the brain hears and what it says: plain values that survive JSON.
 
-Events come in (what an engine asks for, what became of a job), instructions go out (what the executor shall do, what the
-engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and executor
-may live in different processes, and an incident is a file of events that can be handled again (`encode`, `decode`).
+Events come in (what an engine asks for, what became of a job), instructions go out (what the executor shall do, what
+the engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and
+executor may live in different processes, and an incident is a file of events that can be handled again (`encode`,
+`decode`).
 
 Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
 A *job* is one instruction to the executor, by number. Each job ends with exactly one JobDone or JobFailed, whatever
@@ -11,8 +12,8 @@ happens to it; what comes after that is ignored. One whose copy hangs has not en
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
@@ -276,6 +277,17 @@ class TierLost(Instruction):
     """A store was switched off: nothing is in it, as far as anybody can rely on it."""
 
     tier: str
+
+
+Move: TypeAlias = Stored | Removed | TierLost
+
+
+class MoveListener(Protocol):
+    """Who hears what is in which tier; `residency/publisher.py` has one that tells the cluster."""
+
+    def offer(self, moves: Sequence[Move]) -> None:
+        """Hear what came to a tier or left one, in order. Must neither block nor raise."""
+        ...
 
 
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {

@@ -1,9 +1,9 @@
 """An engine and its executor in virtual time: the production brain, jobs, stores and verification, without a thread.
 
-`VirtualExecutor` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as late
-as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is what
-an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether the
-bytes that the cache gives it are those.
+`VirtualExecutor` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as
+late as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is
+what an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether
+the bytes that the cache gives it are those.
 """
 
 import hashlib

@@ -2,7 +2,8 @@
 
 What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
 (`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
-what all of them agree on (`transfer/ranks/group_result.py`). Nothing is timed here: each worker ends its jobs by itself.
+what all of them agree on (`transfer/ranks/group_result.py`). Nothing is timed here: each worker ends its jobs by
+itself.
 
 Probes are done here, by `prober`: a worker without pages that has the same stores open. The stores of a node are shared
 by its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is

@@ -1,9 +1,9 @@
 """An executor in virtual time, over stores that count: a store is a set of names with a limit, and no byte moves.
 
 `CountingStore` keeps to what `storage.base` asks of a store: it takes no block without the one before it, evicts leaves
-only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs on
-such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each other,
-and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
+only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs
+on such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each
+other, and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
 
 Not here: bytes, verification (nothing is ever corrupt), and any decision but who leaves a full store.
 Invariants: each job ends exactly once. Events come in the order of their time, those of one moment in the order given.

@@ -1,4 +1,4 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in `worker.py`'s threads.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
