@@ -9,6 +9,7 @@ from typing import Protocol
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
+from headwater.core.results import Status
 
 
 class Executor(Protocol):
@@ -18,7 +19,7 @@ class Executor(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
-    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
         """The answer to a Probe, if memory has it; None: the store has to be asked. Does not block."""
         ...
 
@@ -49,7 +50,7 @@ class NoExecutor:
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Forget them."""
 
-    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
         """Nobody knows."""
         return None
 

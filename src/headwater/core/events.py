@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeAlias, get_args, get_origin, get_ty
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 
 NO_TENANT: Final = bytes(16)
 
@@ -128,12 +128,12 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Probe "held" or "absent"; for a Load a store's get status; for Save and Promote a put status. A Load that hit
+    For a Probe HELD or ABSENT; for a Load what a get answers; for Save and Promote what a put answers. A Load that hit
     nothing, or a Save that stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
 
     job: int
-    results: tuple[str, ...]
+    results: tuple[Status, ...]
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -143,7 +143,7 @@ class JobFailed(Event):
     """A job ended without a result. A Load that failed may have written to some slots, and writes to none any more."""
 
     job: int
-    failure: Reason
+    failure: Reason  # one of JOB_FAILURES
     why: str = ""
 
 
@@ -313,7 +313,12 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
         fields = {name: _lively(field) for name, field in document.items() if name != "is"}
         kind = _KINDS[document["is"]]
         if kind is JobFailed:
-            fields["failure"] = Reason(fields["failure"])
+            fields["failure"] = failure = Reason(fields["failure"])
+            if failure not in JOB_FAILURES:
+                raise ValueError(f"no job fails for {failure.value!r}")
+        elif kind is JobDone:
+            known = {word: Status(word) for word in set(fields["results"])}  # few, of thousands
+            fields["results"] = tuple(map(known.__getitem__, fields["results"]))
         value = kind(**fields)
         hints = _HINTS[kind]
         wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]
@@ -350,7 +355,7 @@ def _fits(value: object, hint: Any) -> bool:
             return False
         if items[-1] is Ellipsis:
             plain = getattr(items[0], "__supertype__", items[0])
-            if plain in (int, str, bytes):  # thousands of them, of one type
+            if plain in (int, str, bytes, Status):  # thousands of them, of one type
                 return set(map(type, value)) <= {plain}
             return all(_fits(item, items[0]) for item in value)
         return len(value) == len(items) and all(map(_fits, value, items))

@@ -18,7 +18,7 @@ from headwater.config import CacheConfig, TierConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Cancel, Event, Finished, Instruction, Job, Probe
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
@@ -111,7 +111,7 @@ class VirtualExecutor:
                     self.ledger.admit(job)
                     self.queued.append(job)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """Everything takes its turn here."""
         return None
 
@@ -225,7 +225,7 @@ class EngineExecutor(Protocol):
         """Put a store right."""
         ...
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """An answer from memory."""
         ...
 

@@ -54,9 +54,9 @@ class CountingStore:
         """Blocks held."""
         return len(self._blocks)
 
-    def contains(self, keys: Sequence[BlockKey]) -> list[str]:
+    def contains(self, keys: Sequence[BlockKey]) -> list[Status]:
         """Which blocks are there, as a Probe has it. Counts as no use."""
-        return ["held" if key in self._blocks else "absent" for key in keys]
+        return [Status.HELD if key in self._blocks else Status.ABSENT for key in keys]
 
     def get(self, keys: Sequence[BlockKey], *, now_s: float) -> list[Status]:
         """Read a row, up to the first block that is not there."""
@@ -176,7 +176,7 @@ class CountingExecutor:
         self._order += 1
         heapq.heappush(self._queue, (end_s, self._order, job.job, late))
 
-    def _run(self, job: Job, now_s: float) -> tuple[tuple[str, ...], int]:
+    def _run(self, job: Job, now_s: float) -> tuple[tuple[Status, ...], int]:
         """Do a job at the moment it ends: its results, and how many blocks it moved."""
         store = self._stores[job.store]
         if isinstance(job, Probe):

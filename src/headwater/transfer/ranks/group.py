@@ -48,7 +48,7 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
@@ -170,7 +170,7 @@ class Ranks:
         with self._ledger.changed:
             return self._ledger.changed.wait_for(lambda: self._quiet, timeout_s)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """Nobody knows from memory what all ranks have: they are asked."""
         return None
 
