@@ -1,6 +1,6 @@
-"""Whom a cache works with: who carries instructions out, who hears what it holds, who writes down what it heard.
+"""Whom a cache works with: who carries instructions out, and who writes down what it heard.
 
-Interfaces only, and the hands of a cache that has no stores.
+Interfaces only, and the executor of a cache that has no stores.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Protocol
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
+from headwater.core.results import Status
 
 
 class Executor(Protocol):
@@ -18,8 +19,8 @@ class Executor(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
-        """The answer to a Look, if memory has it; None: the store has to be asked. Does not block."""
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
+        """The answer to a Probe, if memory has it; None: the store has to be asked. Does not block."""
         ...
 
     def stand_back(self, *, hurry: bool) -> None:
@@ -43,13 +44,13 @@ class Executor(Protocol):
         ...
 
 
-class NoHands:
-    """The hands of a cache without stores: nothing is to be done, and nothing is."""
+class NoExecutor:
+    """The executor of a cache without stores: nothing is to be done, and nothing is."""
 
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Forget them."""
 
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
         """Nobody knows."""
         return None
 
@@ -71,14 +72,6 @@ class NoHands:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """There is no load."""
         return False
-
-
-class MoveListener(Protocol):
-    """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
-
-    def offer(self, moves: Sequence[ev.Came | ev.Went | ev.Lost]) -> None:
-        """Hear what came to a tier or left one, in order. Must not block and must not raise."""
-        ...
 
 
 class Recorder(Protocol):
@@ -108,7 +101,7 @@ class Recorder(Protocol):
         ...
 
 
-class Clock(Protocol):
+class MonotonicClock(Protocol):
     """Where time comes from."""
 
     def monotonic(self) -> float:

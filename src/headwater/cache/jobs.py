@@ -5,12 +5,11 @@ from typing import Any, Final
 
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
-from headwater.core.events import Failure, Instruction, MissReason, Tell
+from headwater.core.events import Instruction, Tell
+from headwater.core.results import BAD_PAGE, PUT_HELD, STORE_TROUBLE, Reason, Status
 
-_TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
-_GOOD: Final = frozenset({"hit", "stored", "exists"})
-_PATIENCE_S: Final = 0.1  # a Look that an engine gave up after this speaks against the store
-BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
+_GOOD: Final = PUT_HELD | {Status.HIT}
+_PATIENCE_S: Final = 0.1  # a Probe that an engine gave up after this speaks against the store
 
 
 class Jobs:
@@ -52,7 +51,7 @@ class Jobs:
         if kind is not JobKind.PROMOTE:
             tier.breakers[kind].allows(now_s)
         if num_bytes is None:
-            num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
+            num_bytes = 0 if kind is JobKind.PROBE else (end - start) * self.block_bytes
         job = JobRecord(
             job=self._next,
             kind=kind,
@@ -76,7 +75,7 @@ class Jobs:
             self._queue(job, -job.num_bytes)
         return job
 
-    def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Failure | None, now_s: float) -> None:
+    def judge(self, job: JobRecord, results: Sequence[Status] | None, failure: Reason | None, now_s: float) -> None:
         """Tell the store's breaker how a job went.
 
         A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
@@ -84,12 +83,12 @@ class Jobs:
         if job.kind is JobKind.PROMOTE:
             return
         breaker = self.tiers[job.store].breakers[job.kind]
-        hesitant = job.kind is JobKind.LOOK and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
-        if failure is Failure.CANCELLED and not hesitant:
+        hesitant = job.kind is JobKind.PROBE and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
+        if failure is Reason.CANCELLED and not hesitant:
             breaker.unproven(now_s)
         elif failure is not None or _all_trouble(results or ()):
             if breaker.failed(now_s):
-                self._tell("tier_paused", tier=job.store, job=job.kind.value, why=str(failure or "failed"))
+                self._tell("tier_paused", tier=job.store, job=job.kind.value, why=str(failure or Reason.FAILED))
         elif breaker.succeeded():
             self._tell("tier_resumed", tier=job.store, job=job.kind.value)
 
@@ -124,22 +123,22 @@ class Jobs:
     def _queue(self, job: JobRecord, num_bytes: int) -> None:
         if job.kind is JobKind.LOAD:
             self.tiers[job.store].queued_load_bytes += num_bytes
-        elif job.kind is not JobKind.LOOK:
+        elif job.kind is not JobKind.PROBE:
             self.tiers[job.target or job.store].queued_save_bytes += num_bytes
 
     def _tell(self, kind: str, **facts: str) -> None:
         self.out.append(Tell(kind=kind, facts=tuple(facts.items())))
 
 
-def _all_trouble(results: Sequence[str]) -> bool:
+def _all_trouble(results: Sequence[Status]) -> bool:
     """Whether a store did nothing but fail. What comes behind the first failure was not even tried."""
-    return not _GOOD.intersection(results) and not _TROUBLE.isdisjoint(results)
+    return not _GOOD.intersection(results) and not STORE_TROUBLE.isdisjoint(results)
 
 
-def reason_of(result: str) -> MissReason:
+def reason_of(result: Status) -> Reason:
     """Why a block that a store said it had was not loaded."""
-    if result in BAD:
-        return MissReason.CORRUPT
-    return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE, "cancelled": MissReason.TOO_LATE}.get(
-        result, MissReason.FAILED
+    if result in BAD_PAGE:
+        return Reason.CORRUPT
+    return {Status.MISS: Reason.EVICTED, Status.LATE: Reason.TOO_LATE, Status.CANCELLED: Reason.TOO_LATE}.get(
+        result, Reason.FAILED
     )
