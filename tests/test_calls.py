@@ -199,7 +199,7 @@ def test_nothing_left(bench: Callable[..., Bench]) -> None:
         (lambda odd: odd.raises.update(put=RuntimeError("no")), "pool raised RuntimeError: no"),
         (lambda odd: odd.raises.update(put=SystemExit(3)), "pool raised SystemExit: 3"),
         (lambda odd: odd.answers.update(put=lambda found: found[:-1]), "pool gave 3 answers for 4 pages"),
-        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "pool gave an answer that is none of"),
+        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "pool gave an answer that is no answer"),
         (lambda odd: odd.answers.update(put=lambda found: None), "pool raised TypeError"),
     ],
 )

@@ -6,7 +6,7 @@ are there, and nothing of those before. Full blocks only: a partial tail is its 
 (rule 9).
 
 It joins rooms and decides nothing: names come from `core/`, bytes are moved by an executor (`transfer/executor/`) with
-one store and no brain, and the cluster hears through whoever is `MoveListener`. What `write` saw durable
+one store and no brain, and the cluster hears through a `MoveListener`. What `write` saw durable
 and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only
 the engine knows, and says with `flush_index`.
 
@@ -17,12 +17,12 @@ Index-only: no data goes to the store or comes from it, and it is not even asked
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from headwater.config import WriteConfig, write_config
 from headwater.core.breaker import MAX_PAUSE_S
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Removed, Stored
+from headwater.core.events import MoveListener, Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
 from headwater.layout.shard import WHOLE, Shard
@@ -40,14 +40,6 @@ _TIER: Final = "pool"  # what the store is called, in events and counters
 _SHARE: Final = 4  # a slice takes at most one of so many parts of the pages: two are in use, and others come too
 _THREADS: Final = 4  # that call the store, and as many more for those that hang
 _INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
-
-
-class MoveListener(Protocol):
-    """Who hears what this node holds; `residency/publisher.py` has one that tells a cluster."""
-
-    def offer(self, moves: Iterable[Stored | Removed]) -> None:
-        """Hear of blocks that came to a tier or left it, in order. Must neither block nor raise."""
-        ...
 
 
 class AttentionStore:

@@ -8,7 +8,7 @@ by page may have dropped the first block for the last.
 from collections.abc import Callable, Sequence
 
 from headwater.core.events import Instruction, JobDone, JobFailed, Probe, Save
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.disagg.machine import Handoff, Tries
 from headwater.disagg.outcome import AGAIN_WRITE, why_failed
 from headwater.disagg.prompt import NamedPrompt
@@ -89,7 +89,7 @@ class Export(Handoff):
             return super()._ended(end)
         self._asking = False
         if isinstance(end, JobDone):
-            self._num_done = end.results.index("absent") if "absent" in end.results else len(end.results)
+            self._num_done = end.results.index(Status.ABSENT) if Status.ABSENT in end.results else len(end.results)
         if self._why is not None:
             return self._end(*self._why)
         if isinstance(end, JobFailed):

@@ -248,7 +248,7 @@ class PoolWorker:
         self._sets.append(mine)
 
     def _digest(self, mine: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._staging.slots[mine * DEPTH : (mine + 1) * DEPTH])
+        return xxhash.xxh3_64_intdigest(self._staging.slots[mine * DEPTH : (mine + 1) * DEPTH].data)
 
     def _compare(self, when: str, mine: int, pages: Sequence[SamplePage]) -> list[SamplePage]:
         """Every byte of the first blocks of a set. Returns those before the first that is wrong."""

@@ -22,7 +22,7 @@ from typing import Final, Protocol, TypeAlias
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Probe, StoreOff, StoreOn
-from headwater.core.results import Reason
+from headwater.core.results import PUT_HELD, STORE_TROUBLE, Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.executor.tier import BAD_PAGES
@@ -30,8 +30,7 @@ from headwater.transfer.executor.tier import BAD_PAGES
 End: TypeAlias = JobDone | JobFailed
 BESIDE: Final = 1 << 48  # the first number of jobs beside those of a brain, which counts from 1
 _BACK_ON_S: Final = 10.0  # a store that gave nothing but bad pages is read again after so long
-_GOOD: Final = frozenset({"hit", "stored", "exists"})
-_TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
+_GOOD: Final = PUT_HELD | {Status.HIT}
 
 
 class JobTaker(Protocol):
@@ -228,8 +227,8 @@ def says(order: Job, end: End, now_s: float) -> bool | None:
     if isinstance(end, JobFailed):
         return False if end.failure in (Reason.FAILED, Reason.LATE) and not end.on_device else None
     if isinstance(order, Probe):
-        return True if "held" in end.results else False if now_s > order.deadline_s else None
+        return True if Status.HELD in end.results else False if now_s > order.deadline_s else None
     if not end.results:
         return None
     # Behind a failure nothing was tried.
-    return end.results[0] not in _TROUBLE or not _GOOD.isdisjoint(end.results)
+    return end.results[0] not in STORE_TROUBLE or not _GOOD.isdisjoint(end.results)

@@ -1,4 +1,4 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in `worker.py`'s threads.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Where slices overlap, the store's
 call for one goes on in a thread beside, while the next is read from the device, or the one before is written to it, if
@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Job, Load, Probe, Promote, Save
 from headwater.core.page import PageName
-from headwater.core.results import Reason, Status
+from headwater.core.results import BAD_PAGE, GET_ANSWERS, PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import Fault, PageMeta, parse
 from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 Item: TypeAlias = tuple[PageName, memoryview]
 T = TypeVar("T")
-
-_NO_FAULT: Final = frozenset({Status.HIT, Status.MISS, Status.LATE, Status.FAILED})
 
 
 class _Piece(Generic[T]):
@@ -139,7 +137,7 @@ class JobRunner:
             moved=self._moved,
         )
 
-    def run(self, job: JobState) -> list[str]:
+    def run(self, job: JobState) -> list[Status]:
         """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
 
         The results of a job that ended meanwhile mean nothing.
@@ -155,8 +153,8 @@ class JobRunner:
             return self._promote(job, order)
         raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
-        """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
+    def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
+        """A Probe's answer from memory; None: there is none, or the store raised. Does not block."""
         store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
@@ -170,25 +168,25 @@ class JobRunner:
             held = call(order.store, contains_cached)
             if held is None:
                 return None
-            require(order.store, held, len(names), bool)
+            require(order.store, held, len(names), None, bool)
         except StoreTrouble:
             return None  # whatever it is, asking will show it
-        return _words(held)
+        return _statuses(held)
 
-    def _probe(self, job: JobState, order: Probe) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[Status]:
         held = self._contains(job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
             raise JobTrouble(Reason.LATE, "the answer came after the deadline")
-        return list(_words(held))
+        return list(_statuses(held))
 
-    def _load(self, job: JobState, order: Load) -> list[str]:
+    def _load(self, job: JobState, order: Load) -> list[Status]:
         names = self._naming.names(order.keys)
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         piece = self._ask(job, order, names, 0)
         ahead: _Piece[list[Status]] | None = None
         try:
@@ -235,12 +233,12 @@ class JobRunner:
         before = (Status.HIT,) * start
         return _Piece(start, pages, lambda: self._read(job, order, items, before), beside=beside)
 
-    def _save(self, job: JobState, order: Save) -> list[str]:
+    def _save(self, job: JobState, order: Save) -> list[Status]:
         self._courtesy.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
         there = [False] * len(names) if order.valid_tokens else self._contains(job, names)
-        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
@@ -308,9 +306,9 @@ class JobRunner:
             raise
         return _Piece(start, pages, put)
 
-    def _promote(self, job: JobState, order: Promote) -> list[str]:
+    def _promote(self, job: JobState, order: Promote) -> list[Status]:
         names = self._naming.names(order.keys)
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         target = self._tiers[order.target]
         done = 0
         while done < len(names):
@@ -398,21 +396,21 @@ class JobRunner:
     def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
         store = self._tiers[job.order.store].store
         held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        require(job.order.store, held, len(names), bool)
+        require(job.order.store, held, len(names), None, bool)
         return held
 
     def _read(
-        self, job: JobState, order: Load | Promote, items: list[Item], before: tuple[str, ...] = ()
+        self, job: JobState, order: Load | Promote, items: list[Item], before: tuple[Status, ...] = ()
     ) -> list[Status]:
         """Pages, verified. `before`: what the job has of blocks before these."""
         reader = self._tiers[order.store].reader
 
         def judged(got: Sequence[Status]) -> None:
-            if isinstance(order, Load) and not all(status in _NO_FAULT for status in got):
+            if isinstance(order, Load) and not BAD_PAGE.isdisjoint(got):
                 job.judged = _row_of(before, got, len(order.keys))
 
         got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
-        require(order.store, got, len(items), Status)
+        require(order.store, got, len(items), GET_ANSWERS)
         if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
             ((name, frame),) = items
             if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
@@ -448,7 +446,7 @@ class JobRunner:
 
         def checked() -> list[Status]:
             statuses = call(tier.name, put)
-            require(tier.name, statuses, len(unsealed), Status)
+            require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
             return statuses
 
         return checked
@@ -457,7 +455,7 @@ class JobRunner:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), Status)
+        require(tier.name, statuses, len(items), PUT_ANSWERS)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -466,8 +464,8 @@ class JobRunner:
         return num_bytes
 
 
-def _words(held: Sequence[bool]) -> tuple[str, ...]:
-    return tuple(map(("absent", "held").__getitem__, held))
+def _statuses(held: Sequence[bool]) -> tuple[Status, ...]:
+    return tuple(map((Status.ABSENT, Status.HELD).__getitem__, held))
 
 
 def _account(job: JobState) -> Account:
@@ -475,7 +473,7 @@ def _account(job: JobState) -> Account:
     return order.target if isinstance(order, Promote) else order.store, isinstance(order, Load)
 
 
-def _row_of(before: tuple[str, ...], got: Sequence[Status], num_blocks: int) -> tuple[str, ...]:
+def _row_of(before: tuple[Status, ...], got: Sequence[Status], num_blocks: int) -> tuple[Status, ...]:
     """A Load's results, if it ends with these pages of which not all are there."""
     at = _leading_hits(got)
     found = (*before, *(Status.HIT,) * at, got[at])

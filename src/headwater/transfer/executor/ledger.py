@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Save
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
 
@@ -51,7 +51,7 @@ class JobState:
         self.started_s: float | None = None
         self.num_bytes = 0  # moved so far; only the job's thread counts
         self.num_pages = 0  # of staging that it holds
-        self.judged: tuple[str, ...] | None = None  # a Load's results, once a bad page is found that is still there
+        self.judged: tuple[Status, ...] | None = None  # a Load's results, once a bad page is found that is still there
         self.num_copying = 0  # copies between slots and host memory that are under way
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
@@ -123,7 +123,7 @@ class Ledger:
 
     # --- lock taken ---------------------------------------------------------------------------------------------------
 
-    def done(self, job: JobState, results: Sequence[str]) -> None:
+    def done(self, job: JobState, results: Sequence[Status]) -> None:
         """End a job with its results, unless it has ended."""
         with self.lock:
             if not job.ended:
@@ -199,7 +199,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _done(self, job: JobState, results: Sequence[str]) -> None:
+    def _done(self, job: JobState, results: Sequence[Status]) -> None:
         """The lock is held."""
         self._say_copied(job)
         self._end(job)
@@ -207,7 +207,7 @@ class Ledger:
             JobDone(
                 now_s=self._clock.monotonic(),
                 job=job.order.job,
-                results=tuple(map(str, results)),
+                results=tuple(results),
                 num_bytes=job.num_bytes,
                 seconds=self._seconds(job),
             )

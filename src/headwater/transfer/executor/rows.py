@@ -18,7 +18,7 @@ from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.sliced import Reached, SlicedRow, Why
 
@@ -42,7 +42,7 @@ class Rows:
         end = self._caller.call(order)
         if isinstance(end, JobFailed):
             return Reached(0, _WHYS[end.failure], end.why)
-        num_blocks = end.results.index("absent") if "absent" in end.results else len(end.results)
+        num_blocks = end.results.index(Status.ABSENT) if Status.ABSENT in end.results else len(end.results)
         return Reached(num_blocks, Why.WHOLE if num_blocks == len(keys) else Why.INCOMPLETE)
 
     def write(

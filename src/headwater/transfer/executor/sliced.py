@@ -18,9 +18,9 @@ from typing import Final
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import JobDone, JobFailed, Load, Save
-from headwater.core.results import Reason
+from headwater.core.results import PUT_HELD, Reason, Status
 
-_GOOD: Final = frozenset({"stored", "exists", "hit"})
+_GOOD: Final = PUT_HELD | {Status.HIT}
 
 
 class Why(enum.StrEnum):
@@ -104,7 +104,7 @@ class SlicedRow:
         if num_good < len(end.results):
             first = end.results[num_good]
             detail = f"block {self._depth + self.num_done}: {first}"
-            if first == "late":
+            if first is Status.LATE:
                 self._time_out(detail, now_s)
             else:
                 self._end(Why.INCOMPLETE, detail, first)
