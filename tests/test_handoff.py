@@ -291,13 +291,16 @@ def test_through_a_redis_server(name: str, redis: Server, ends: Callable[..., En
         assert one.arrived(ticket)
 
 
+@pytest.mark.parametrize("kind", ["memory", "mapped"])
 @pytest.mark.parametrize("name", ["gqa-fp8-scales", "mixed-gqa-mla", "odd"])
-def test_from_tensors_to_tensors(name: str) -> None:
+def test_from_tensors_to_tensors(name: str, kind: str, shm: Path) -> None:
+    """Also where full blocks are copied in place, and the tail through a page."""
     layout = sample_layouts()[name]
     who = identity(layout)
     num_tokens = 4 * layout.block_tokens + 3
     with ExitStack() as stack:
-        store = stack.enter_context(MemoryStore(64 << 20))
+        mapped = LocalStoreConfig(directory=shm / "store", limit_bytes=64 << 20)
+        store: Store = stack.enter_context(MemoryStore(64 << 20) if kind == "memory" else open_local(mapped))
         devices, ends = [], []
         for seed in (1, 2):
             devices.append(stack.enter_context(create_kv_cache(layout, 12)))

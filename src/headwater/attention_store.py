@@ -150,7 +150,7 @@ class AttentionStore:
         if self._rows is None:
             return _INDEX_ONLY
         keys, _, _ = self._path(tokens, start_block, None, extras, salt)
-        return self._rows.look(keys[start_block:], timeout_s=self._match_timeout_s if timeout_s is None else timeout_s)
+        return self._rows.probe(keys[start_block:], timeout_s=self._match_timeout_s if timeout_s is None else timeout_s)
 
     def read(
         self,

@@ -214,6 +214,7 @@ class Save(Job):
     tenant: bytes
     valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
     expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
+    awaited: bool = dataclasses.field(default=False, metadata={"later": True})  # somebody waits: before other saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Export: have all blocks of a prompt in the pool, the tail included, and prove it. The prefill end of a handoff. Pure.
 
 A Save writes what the pool does not have: a prompt's prefix is mostly there, from other requests or because the cache
-has saved it meanwhile. Then the tail; and then a look whether all of it is there (rule 7): a pool that makes room page
+has saved it meanwhile. Then the tail; and then a probe whether all of it is there (rule 7): a pool that makes room page
 by page may have dropped the first block for the last.
 """
 
@@ -49,6 +49,7 @@ class Export(Handoff):
             parent=prompt.root,
             depth=0,
             tenant=prompt.tenant,
+            awaited=True,
         )
         if tail is None:
             return self._cut_rows(full, None)
@@ -63,6 +64,7 @@ class Export(Handoff):
             tenant=prompt.tenant,
             valid_tokens=tail.valid_tokens,
             expires_at_ms=self._expires_at_ms,
+            awaited=True,
         )
         return self._cut_rows(full, last)
 

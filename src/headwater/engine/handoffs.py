@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.core.errors import InvalidConfig
 from headwater.core.results import Reason
 from headwater.disagg.handoff import Cancellable, Receiver, Sender
 from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
@@ -140,7 +140,7 @@ class Handoffs:
             self._running[request] = None
         try:
             running = work()
-        except HeadwaterError as error:  # a fault of ours, or bad input: nobody is to wait for it
+        except Exception as error:  # a fault of ours, or bad input: nobody is to wait for it
             log.exception("the handoff of request %s failed", request.name)
             self._end(request, failed(f"{type(error).__name__}: {error}"))
             return

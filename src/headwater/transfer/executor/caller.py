@@ -221,8 +221,8 @@ class Caller:
 def says(order: Job, end: End, now_s: float) -> bool | None:
     """What the end of a job says of its store: that it works, that it does not, or (None) nothing. Pure.
 
-    A page that is missing or has no room is a fine answer. A look that found nothing is none: what cannot be reached
-    looks the same.
+    A page that is missing or has no room is a fine answer. A probe that found nothing is none: what cannot be
+    reached looks the same.
     """
     if isinstance(end, JobFailed):
         return False if end.failure in (Reason.FAILED, Reason.LATE) and not end.on_device else None

@@ -234,7 +234,8 @@ class JobRunner:
         return _Piece(start, pages, lambda: self._read(job, order, items, before), beside=beside)
 
     def _save(self, job: JobState, order: Save) -> list[Status]:
-        self._courtesy.wait()
+        if not order.awaited:
+            self._courtesy.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
         there = [False] * len(names) if order.valid_tokens else self._contains(job, names)
@@ -283,7 +284,8 @@ class JobRunner:
         """
         if start >= len(todo):
             return None
-        self._courtesy.wait()
+        if not order.awaited:
+            self._courtesy.wait()
         pages = self._take_pages(job, len(todo) - start, wait=wait)
         if not pages:
             return None

@@ -33,7 +33,7 @@ class Rows:
         self._caller = caller
         self._config = config if config is not None else WriteConfig()
 
-    def look(self, keys: Sequence[BlockKey], *, timeout_s: float) -> Reached:
+    def probe(self, keys: Sequence[BlockKey], *, timeout_s: float) -> Reached:
         """How many blocks seem to be there, without a gap: a hint, from one question. Blocks, `timeout_s` at most."""
         until_s = self._caller.clock.monotonic() + timeout_s
         if not keys:

@@ -1,9 +1,9 @@
 """StoreQueue: the jobs that wait for one store, in the order they shall begin, and the count of threads that take them.
 
-Probes and loads come first, because somebody waits for them, then promotions, then saves; within a sort, who came
-first. Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a
-store that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the
-ledger's lock guards everything here.
+Probes and loads come first, because somebody waits for them, then promotions and awaited saves, then the other saves;
+within a sort, who came first. Where a store has two threads or more, one is kept for probes and loads: so no load waits
+for a long save, and a store that hangs in `put` alone can still be read. Counts and orders only; the threads are
+`worker.py`'s, and the ledger's lock guards everything here.
 
 Invariants: a job is queued, or at one thread, or over. `num_able` threads can take jobs or are at one; `num_stuck` more
 are in calls that do not return, and count again when they are back.
@@ -19,6 +19,7 @@ from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 
 PROMOTIONS: Final = "promotions"  # jobs between two stores have a queue of their own: neither may hold up the other
 PRIORITY: Final[dict[type[Job], int]] = {Probe: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
+_AWAITED: Final = 1  # a Save that somebody waits for
 
 
 class StoreQueue:
@@ -94,7 +95,8 @@ class StoreQueue:
 
 
 def _rank(job: JobState) -> int:
-    return PRIORITY[type(job.order)]
+    order = job.order
+    return _AWAITED if isinstance(order, Save) and order.awaited else PRIORITY[type(order)]
 
 
 def queue_of(order: Job) -> str:

@@ -47,6 +47,7 @@ class GroupResult:
     results: tuple[Status, ...]
     failure: Reason | None = None
     why: str = ""
+    on_device: bool = False  # wherever it failed, it was the device
     num_bytes: int = 0
     seconds: float = 0.0
     blamed: tuple[Blame, ...] = ()
@@ -73,7 +74,10 @@ def agree(order: Job, answers: Sequence[RankAnswer]) -> GroupResult:
         named = [_blame(order, one) for one in answers if one in short or _failure(order, one.end) is not None]
         said = [one for one in named if one.reason in _TROUBLE] or [one for one in named if one.reason == failure]
         why = "; ".join(f"rank {one.rank}: {one.why}" for one in said)
-        return GroupResult((), failure, why, blamed=tuple(one for one in named if one.reason != Reason.CANCELLED))
+        failed = [one.end for one in answers if _failure(order, one.end) is not None]
+        on_device = all(isinstance(end, JobFailed) and end.on_device for end in failed)
+        blamed = tuple(one for one in named if one.reason != Reason.CANCELLED)
+        return GroupResult((), failure, why, on_device=on_device, blamed=blamed)
     done = [(answer, answer.end) for answer in answers if isinstance(answer.end, JobDone)]
     by_page: dict[object, int] = {}
     for answer, end in done:  # a page that several ranks read is one page
