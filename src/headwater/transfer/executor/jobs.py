@@ -12,13 +12,10 @@ A job of several slices that loses its store in the middle keeps what it has: th
 Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
-import contextlib
 import math
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Job, Load, Probe, Promote, Save
@@ -32,52 +29,16 @@ from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
-from headwater.transfer.executor.pages import Account, PagePool
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.pieces import JobPages, RowPiece
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.tier import Naming, TierStore
-from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, has_no_caller, require
+from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
 Item: TypeAlias = tuple[PageName, memoryview]
-T = TypeVar("T")
-
-
-class _Piece(Generic[T]):
-    """Some blocks of a row on their way through pages, and the store's call for them: in a thread beside, or here."""
-
-    def __init__(self, start: int, pages: list[int], work: Callable[[], T], *, beside: bool = False) -> None:
-        self.start = start
-        self.end = start + len(pages)
-        self.pages = pages
-        self._work = work
-        self._future: Future[T] | None = None
-        if beside:
-            self.begin()
-
-    def begin(self) -> None:
-        """Make the call in a thread of its own, which ends with it."""
-        self._future = future = Future[T]()
-        work = self._work
-
-        def run() -> None:
-            has_no_caller()
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001  it is raised again where it is waited for
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="headwater call", daemon=True).start()
-
-    def wait(self) -> T:
-        """What the store says. Blocks until it does. Raises what the call raised."""
-        return self._work() if self._future is None else self._future.result()
-
-    def settle(self) -> None:
-        """Wait until no call has the pages any more."""
-        if self._future is not None:
-            self._future.exception()
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
@@ -116,11 +77,10 @@ class JobRunner:
     ) -> None:
         self._tiers = tiers
         self._staging = staging
-        self._pool = pool
+        self._pages = JobPages(pool, ledger, slice_pages)
         self._ledger = ledger
         self._naming = naming
         self._frame_bytes = naming.frame_bytes
-        self._slice_pages = slice_pages
         self._overlaps = overlaps
         self._grace_s = grace_s
         self._clock = clock
@@ -187,14 +147,14 @@ class JobRunner:
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
         results: list[Status] = [Status.LATE] * len(names)
-        piece = self._ask(job, order, names, 0)
-        ahead: _Piece[list[Status]] | None = None
+        piece = self._ask(job, order, names, results, 0)
+        ahead: RowPiece[list[Status]] | None = None
         try:
             while piece is not None:
                 got = piece.wait()
                 num_hits = _leading_hits(got)
                 if self._overlaps and num_hits == len(got):
-                    ahead = self._ask(job, order, names, piece.end, beside=True)
+                    ahead = self._ask(job, order, names, results, piece.end, beside=True)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
                         if not may_copy:
@@ -207,31 +167,42 @@ class JobRunner:
                 if num_hits < len(got):
                     results[done] = got[num_hits]
                     return fill(results, done + 1, Status.MISS)
-                self._give_back(job, piece)
+                self._pages.settle(job, piece)
                 piece, ahead = ahead, None
                 if piece is None:
-                    piece = self._ask(job, order, names, done)
+                    piece = self._ask(job, order, names, results, done)
         except StoreTrouble:
             if Status.HIT not in results:
                 raise
             return fill(results, results.index(Status.LATE), Status.FAILED)
         finally:
-            self._give_back(job, piece, ahead)
+            self._pages.settle(job, piece, ahead)
         return results
 
     def _ask(
-        self, job: JobState, order: Load, names: Sequence[PageName], start: int, *, beside: bool = False
-    ) -> "_Piece[list[Status]] | None":
+        self,
+        job: JobState,
+        order: Load,
+        names: Sequence[PageName],
+        results: list[Status],
+        start: int,
+        *,
+        beside: bool = False,
+    ) -> "RowPiece[list[Status]] | None":
         """The blocks from `start` on, as many as there are pages for. None: there are none, or no time is left.
 
         With `beside` they are on their way when this returns, and nobody waited for a page.
         """
-        pages = self._take_pages(job, len(names) - start, wait=not beside)
+        pages = self._pages.take(job, len(names) - start, wait=not beside)
         if not pages:
             return None
         items = self._items(names[start:], pages)
-        before = (Status.HIT,) * start
-        return _Piece(start, pages, lambda: self._read(job, order, items, before), beside=beside)
+
+        def judged(got: Sequence[Status]) -> None:  # the row ends with a bad page, and all before it is in its slots
+            if got[0] in BAD_PAGE and results.count(Status.HIT) == start:
+                job.judged = (*results[:start], got[0], *(Status.MISS,) * (len(names) - start - 1))
+
+        return RowPiece(start, pages, lambda: self._read(job, order, items, judged), beside=beside)
 
     def _save(self, job: JobState, order: Save) -> list[Status]:
         if not order.awaited:
@@ -244,7 +215,7 @@ class JobRunner:
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
         piece = self._gather(job, order, todo, 0)
-        ahead: _Piece[list[Status]] | None = None
+        ahead: RowPiece[list[Status]] | None = None
         try:
             while piece is not None:
                 if self._overlaps and piece.end < len(todo):
@@ -260,7 +231,7 @@ class JobRunner:
                 if num_held < len(statuses):
                     return fill(results, piece.end, Status.NO_PARENT, todo)
                 done = piece.end
-                self._give_back(job, piece)
+                self._pages.settle(job, piece)
                 piece, ahead = ahead, None
                 if piece is None:
                     piece = self._gather(job, order, todo, done)
@@ -272,12 +243,12 @@ class JobRunner:
                 raise
             return fill(results, done, Status.FAILED, todo)
         finally:
-            self._give_back(job, piece, ahead)
+            self._pages.settle(job, piece, ahead)
         return results
 
     def _gather(
         self, job: JobState, order: Save, todo: Sequence[int], start: int, *, wait: bool = True
-    ) -> "_Piece[list[Status]] | None":
+    ) -> "RowPiece[list[Status]] | None":
         """The blocks `todo` from `start` on, as many as there are pages for, read from the device and ready to be put.
 
         None: there are none, or no time is left. Those that are not the row's last ones are sealed already.
@@ -286,7 +257,7 @@ class JobRunner:
             return None
         if not order.awaited:
             self._courtesy.wait()
-        pages = self._take_pages(job, len(todo) - start, wait=wait)
+        pages = self._pages.take(job, len(todo) - start, wait=wait)
         if not pages:
             return None
         try:
@@ -297,16 +268,16 @@ class JobRunner:
                 self._ledger.copied(job)
                 self._ledger.flush()
             if not may_copy or not self._ledger.goes_on(job):
-                self._return_pages(job, pages)
+                self._pages.give_back(job, pages)
                 return None
             unsealed = [
                 (self._naming.meta(order, i), self._staging.frame(page)) for i, page in zip(places, pages, strict=True)
             ]
             put = self._seal_and_put(job, unsealed, digests, ahead=self._overlaps and len(places) < len(todo))
         except BaseException:
-            self._return_pages(job, pages)
+            self._pages.give_back(job, pages)
             raise
-        return _Piece(start, pages, put)
+        return RowPiece(start, pages, put)
 
     def _promote(self, job: JobState, order: Promote) -> list[Status]:
         names = self._naming.names(order.keys)
@@ -314,7 +285,7 @@ class JobRunner:
         target = self._tiers[order.target]
         done = 0
         while done < len(names):
-            with self._pages(job, len(names) - done) as pages:
+            with self._pages.slice_of(job, len(names) - done) as pages:
                 if not pages:
                     break
                 items = self._items(names[done:], pages)
@@ -341,51 +312,6 @@ class JobRunner:
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
-        """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
-        pages = self._take_pages(job, num_wanted)
-        try:
-            yield pages
-        finally:
-            self._return_pages(job, pages)
-
-    def _take_pages(self, job: JobState, num_wanted: int, *, wait: bool = True) -> list[int]:
-        """Pages for one slice; none where the job has ended or its time is over, or where it would have to wait.
-
-        Blocks until then. Raises JobTrouble where all pages are with calls that do not return: they may never come.
-        """
-        number = min(num_wanted, self._slice_pages)
-        if number <= 0:
-            return []
-        account, ledger = _account(job), self._ledger
-        if not wait:
-            pages = self._pool.take_now(account, number)
-        else:
-
-            def hopeless() -> bool:
-                return job.ended or self._pool.is_spent(account, sum(one.num_pages for one in ledger.stuck))
-
-            pages = self._pool.take(account, number, deadline=job.deadline, stopped=hopeless)
-            if not pages and not job.ended and not job.deadline.expired:
-                raise JobTrouble(Reason.DOWN, f"the {job.order.store}'s calls keep all pages")
-        with ledger.lock:
-            job.num_pages += len(pages)
-        return pages
-
-    def _return_pages(self, job: JobState, pages: Sequence[int]) -> None:
-        with self._ledger.lock:
-            job.num_pages -= len(pages)
-        self._pool.give_back(_account(job), pages)
-
-    def _give_back(self, job: JobState, *pieces: "_Piece[Any] | None") -> None:
-        """Return the pages of pieces, each when its call has returned (rule 3). Blocks until then. Once for each."""
-        for piece in pieces:
-            if piece is not None and piece.pages:
-                piece.settle()
-                pages, piece.pages = piece.pages, []
-                self._return_pages(job, pages)
-
     def _is_past(self, job: JobState) -> bool:
         """Whether the watchdog has given a job up, or would have, had it looked."""
         return self._clock.monotonic() > job.order.deadline_s + self._grace_s
@@ -402,22 +328,22 @@ class JobRunner:
         return held
 
     def _read(
-        self, job: JobState, order: Load | Promote, items: list[Item], before: tuple[Status, ...] = ()
+        self,
+        job: JobState,
+        order: Load | Promote,
+        items: list[Item],
+        judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
-        """Pages, verified. `before`: what the job has of blocks before these."""
+        """Pages, verified. `judged` hears what was found before bad pages are removed."""
         reader = self._tiers[order.store].reader
-
-        def judged(got: Sequence[Status]) -> None:
-            if isinstance(order, Load) and not BAD_PAGE.isdisjoint(got):
-                job.judged = _row_of(before, got, len(order.keys))
-
         got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
         require(order.store, got, len(items), GET_ANSWERS)
         if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
             ((name, frame),) = items
             if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
                 got = [Status.FOREIGN]
-                judged(got)
+                if judged is not None:
+                    judged(got)
                 call(order.store, lambda: reader.refuse(name, deadline=job.deadline))
         return got
 
@@ -468,18 +394,6 @@ class JobRunner:
 
 def _statuses(held: Sequence[bool]) -> tuple[Status, ...]:
     return tuple(map((Status.ABSENT, Status.HELD).__getitem__, held))
-
-
-def _account(job: JobState) -> Account:
-    order = job.order  # a promotion is a kind of write
-    return order.target if isinstance(order, Promote) else order.store, isinstance(order, Load)
-
-
-def _row_of(before: tuple[Status, ...], got: Sequence[Status], num_blocks: int) -> tuple[Status, ...]:
-    """A Load's results, if it ends with these pages of which not all are there."""
-    at = _leading_hits(got)
-    found = (*before, *(Status.HIT,) * at, got[at])
-    return (*found, *(Status.MISS,) * (num_blocks - len(found)))
 
 
 def _leading_hits(got: Sequence[Status]) -> int:
