@@ -159,3 +159,17 @@ def test_files_named_in_the_documents_exist() -> None:
             assert known, f"{page.name} names {name}"
         for link in re.findall(r"\]\(([\w/.]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_chains_of_functions_are_counted_and_there() -> None:
+    text = (ROOT / "docs" / "HOPS.md").read_text()
+    counted = re.findall(r"^\| \[([\w ]+)\]\(#[\w-]+\) \| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    chains = {part.partition("\n")[0].lower(): part for part in text.split("\n## ")[1:]}
+    assert {name: len(re.findall(r"^\d+\. ", chains[name], re.MULTILINE)) for name in chains} == {
+        name: int(number) for name, number in counted
+    }
+    for name, path in re.findall(r"^\d+\. `([\w.]+)` in `([\w/.]+)`$", text, re.MULTILINE):
+        owner, _, function = name.rpartition(".")
+        source = (ROOT / "src" / "headwater" / path).read_text()
+        assert re.search(rf"^ *(?:async )?def {function}\b", source, re.MULTILINE), f"{path}: {name}"
+        assert not owner or re.search(rf"^class {owner}\b", source, re.MULTILINE), f"{path}: {name}"
