@@ -173,3 +173,27 @@ def test_the_chains_of_functions_are_counted_and_there() -> None:
         source = (ROOT / "src" / "headwater" / path).read_text()
         assert re.search(rf"^ *(?:async )?def {function}\b", source, re.MULTILINE), f"{path}: {name}"
         assert not owner or re.search(rf"^class {owner}\b", source, re.MULTILINE), f"{path}: {name}"
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    }
+
+
+def test_links_to_headings_lead_somewhere() -> None:
+    for page in PAGES:
+        for path, anchor in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
+            assert anchor in _headings(page.parent / path if path else page), f"{page.name} links to {path}#{anchor}"
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    for page in PAGES:
+        if page.name == "ARCHITECTURE.md":  # parts of it describe code that is being replaced
+            continue
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in prose.splitlines():
+            assert len(line) <= 100 or line.startswith(("|", "#")) or " " not in line.strip(), f"{page.name}: {line}"
