@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
     *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
-    *(ev.Look, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
-    *(ev.Came, ev.Went, ev.Lost),
+    *(ev.Probe, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
+    *(ev.Stored, ev.Removed, ev.TierLost),
 ]
 ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
 
@@ -31,7 +32,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     bytes: st.binary(),
     BlockKey: keys,
-    ev.Failure: st.sampled_from(ev.Failure),
+    Reason: st.sampled_from(Reason),
     tuple[BlockKey, ...]: st.lists(keys).map(tuple),
     tuple[int, ...]: st.lists(numbers).map(tuple),
     tuple[str, ...]: st.lists(texts).map(tuple),
@@ -67,14 +68,14 @@ def test_odd_words_stay_what_they_are(word: str) -> None:
 def test_text_and_bytes_are_told_apart() -> None:
     text = ev.encode(ev.Granted(request="#00", slots=()))
     assert text["request"] == "=#00"
-    assert ev.encode(ev.Look(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
-    assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=ev.Failure.LATE))["failure"] == "late"
+    assert ev.encode(ev.Probe(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
+    assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=Reason.LATE))["failure"] == "late"
 
 
 def test_a_failure_comes_back_as_one() -> None:
     failed = ev.decode({"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "late"})
     assert isinstance(failed, ev.JobFailed)
-    assert failed.failure is ev.Failure.LATE
+    assert failed.failure is Reason.LATE
 
 
 GARBAGE: list[dict[Any, Any]] = [
