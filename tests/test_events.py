@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
@@ -32,7 +32,8 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     bytes: st.binary(),
     BlockKey: keys,
-    Reason: st.sampled_from(Reason),
+    Reason: st.sampled_from(sorted(JOB_FAILURES)),
+    tuple[Status, ...]: st.lists(st.sampled_from(Status)).map(tuple),
     tuple[BlockKey, ...]: st.lists(keys).map(tuple),
     tuple[int, ...]: st.lists(numbers).map(tuple),
     tuple[str, ...]: st.lists(texts).map(tuple),
@@ -70,6 +71,21 @@ def test_text_and_bytes_are_told_apart() -> None:
     assert text["request"] == "=#00"
     assert ev.encode(ev.Probe(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
     assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=Reason.LATE))["failure"] == "late"
+
+
+def test_keys_in_a_row_are_one_text_and_keys_one_by_one_are_still_read() -> None:
+    keys = tuple(BlockKey(bytes([at]) * 32) for at in range(3))
+    look = ev.Probe(job=1, store="host", keys=keys, deadline_s=1.0)
+    document = ev.encode(look)
+    assert document["keys"] == "#32*" + b"".join(keys).hex()
+    assert ev.decode({**document, "keys": [f"#{key.hex()}" for key in keys]}) == look  # as older recordings have them
+
+
+@pytest.mark.parametrize("row", ["#32*", "#0*00", "#-1*00", "#2*000000", "#x*00", "#2*zz", "#1*00*00"])
+def test_a_row_of_keys_that_is_none_is_refused(row: str) -> None:
+    document = ev.encode(ev.Probe(job=1, store="host", keys=(), deadline_s=1.0))
+    with pytest.raises(InvalidInput):
+        ev.decode({**document, "keys": row})
 
 
 def test_a_failure_comes_back_as_one() -> None:
@@ -118,6 +134,9 @@ WRONG_TYPES: list[Any] = [
     {"is": "Filled", "now_s": 0.0, "request": "a", "keys": ["text"]},
     {"is": "Filled", "now_s": 0.0, "request": "a", "keys": {}},
     {"is": "JobDone", "now_s": 0.0, "job": 1, "results": [1]},
+    {"is": "JobDone", "now_s": 0.0, "job": 1, "results": ["hit", "nonsense"]},
+    {"is": "JobDone", "now_s": 0.0, "job": 1, "results": "hit"},
+    {"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "evicted"},  # a reason, and none for which a job fails
     {"is": "Load", "job": 1, "store": "s", "keys": [], "deadline_s": 0.0, "slots": ["#00"]},
 ]
 

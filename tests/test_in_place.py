@@ -112,6 +112,7 @@ class OddStaging(TorchStaging):
         self._engine = CopyEngine(device, wires=make)
         self.far = False
         self.begun: list[Transfer] = []  # into a slab
+        self.rows: list[int] = []  # blocks of each copy out of one
         self.before: Callable[[], None] | None = None  # each copy in place
         self.through_pages = 0
 
@@ -153,6 +154,7 @@ class OddStaging(TorchStaging):
     ) -> Transfer:
         if self.before is not None:
             self.before()
+        self.rows.append(len(slots))
         return super().scatter_from(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over)
 
 
@@ -169,6 +171,7 @@ class Rig:
         place_bytes: int = 1,
         limit_bytes: int = LIMIT_BYTES,
         odd: bool = True,
+        layerwise: bool = True,
         wrap: Callable[[Store], Store] = lambda store: store,
         **options: Any,
     ) -> None:
@@ -178,6 +181,7 @@ class Rig:
         self.store = OddSlab(slab)
         self.layout, self.clock, self.ear, self.metrics = layout, clock, Ear(), Metrics()
         self.planes = create_kv_cache(layout, num_slots)
+        self.planes.layerwise = layerwise
         randomise(self.planes, seed=1)
         self.original = [row.clone() for row in self.planes.rows]
         self.pages = create_host_cache(frame_bytes(layout.plane_bytes), 4)
@@ -316,6 +320,41 @@ def test_a_wrapped_slab_is_still_copied_in_place(shm: Path, wrap: Callable[[Stor
         here.loaded(range(20, 25), range(5))
         assert here.staging.through_pages == 0
         assert {"reserve", "publish", "borrow"} <= set(here.store.calls)
+
+
+@pytest.mark.parametrize(("layerwise", "rows"), [(True, [64, 206]), (False, [64, 128, 78])])
+def test_a_long_load_is_on_its_way_while_its_rest_is_looked_up(shm: Path, layerwise: bool, rows: list[int]) -> None:
+    with rig(shm, num_slots=600, layerwise=layerwise, in_place_pages=128) as here:
+        here.saved(range(270))
+        here.loaded(range(300, 570), range(270))
+        assert here.staging.rows == rows
+
+
+def test_rows_of_a_load_beside_another_are_not_cut_short(shm: Path) -> None:
+    with rig(shm, num_slots=600, layerwise=False, in_place_pages=128) as here:
+        here.saved(range(150))
+        stop = hold(here, here.staging.into, 0)
+        first = here.load(range(200, 350))
+        assert stop.arrived.wait(PATIENCE_S)
+        wait_until(lambda: len(here.staging.rows) == 2)
+        second = here.load(range(400, 550))
+        wait_until(lambda: len(here.staging.rows) == 4)
+        stop.go_on.set()
+        for job in (first, second):
+            assert here.ear.results(job) == ["hit"] * 150
+        assert here.staging.rows == [64, 86, 128, 22]
+        assert [here.block(slot) for slot in range(400, 550)] == [here.was(slot) for slot in range(150)]
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 191, 192, 269])
+def test_a_bad_page_in_any_row_ends_the_load_there(shm: Path, at: int) -> None:
+    with rig(shm, num_slots=600, layerwise=False, in_place_pages=128) as here:
+        here.saved(range(270))
+        here.frame(page_name(key(1, at)))[-1] ^= 1
+        results = here.ear.results(here.load(range(300, 570)))
+        assert results == ["hit"] * at + ["corrupt"] + ["miss"] * (269 - at)
+        assert [here.block(slot) for slot in range(300, 300 + at)] == [here.was(slot) for slot in range(at)]
+        assert here.held(270) == at
 
 
 @pytest.mark.parametrize("place_bytes", [1, 1 << 20], ids=["pieces", "whole"])
@@ -865,7 +904,7 @@ def test_nonsense_for_an_answer_is_a_failure(shm: Path, call: str, nonsense: str
             end = here.ear.end(here.load(range(20, 23)))
             results = list(end.results) if isinstance(end, JobDone) else []
             good = 2 if nonsense in ("short", "hit for one") else 0  # what it did give
-            assert results[:3] == [] or results.count("hit") == good, results
+            assert results[:3] == [] or results.count(Status.HIT) == good, results
             assert here.untouched(range(20 + good, 23))
         else:
             assert here.ear.failure(here.save(range(6), chain=2)) is Reason.FAILED
@@ -1071,7 +1110,7 @@ def serve(here: Rig, rng: random.Random, num_turns: int) -> int:
             assert not {"corrupt", "foreign", "short", "stale"} & set(results), results
             for depth, result in enumerate(results):
                 assert result != "hit" or here.block(20 + depth) == wanted(chain, depth), "a wrong byte"
-            hits += results.count("hit")
+            hits += results.count(Status.HIT)
     return hits
 
 
@@ -1141,7 +1180,7 @@ def test_killed_in_the_middle_of_a_save_nothing_wrong_is_left(shm: Path, at: int
     with child(save_and_stop) as (pid, source), rig(shm, **SMALL) as here:
         hear(source)
         results = here.ear.results(here.load(range(20, 20 + LONGEST)))
-        hits = results.count("hit")  # it may publish what it has, while it stands where it does
+        hits = results.count(Status.HIT)  # it may publish what it has, while it stands where it does
         assert results == ["hit"] * hits + ["miss"] * (LONGEST - hits)
         assert [here.block(20 + depth) for depth in range(hits)] == [wanted(1, depth) for depth in range(hits)]
         os.kill(pid, signal.SIGKILL)

@@ -2,7 +2,8 @@
 
 For stores whose pages have addresses, where staging reaches their memory. A save goes slice by slice: slots are
 reserved and filled, and each slice is published while the next is being copied. A load borrows pages and has them
-copied layer by layer; what arrives is checked on arrival against what the pages' headers vouch for.
+copied, a row at a time, while the next row is being looked up; what arrives is checked on arrival against what the
+pages' headers vouch for.
 
 Rules kept here: a slot goes back only when no copy can write to it any more (3); a page is believed for what its copy's
 digests prove (4, 5); what was published is contiguous. Not here: threads, deadlines that pass while a call hangs.
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,7 +22,7 @@ import numpy as np
 from headwater.core.errors import InvalidCopy
 from headwater.core.events import Load, Save
 from headwater.core.page import PageName
-from headwater.core.results import Status
+from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, PUT_HELD, Status
 from headwater.layout.headers import write_headers
 from headwater.storage.base import Addressable, Clock, Reservation
 from headwater.storage.verified import Loan
@@ -35,10 +37,9 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("headwater")
 
-_HELD: Final = frozenset({Status.STORED, Status.EXISTS})
-_HELD_OR_LATE: Final = _HELD | {Status.LATE}
-_HEAD_PAGES: Final = 64  # of a long load go first
-_LENT_PAGES: Final = 128  # are borrowed in one call
+_HELD_OR_LATE: Final = PUT_HELD | {Status.LATE}
+_HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire
+_ROW_PAGES: Final = 128  # are borrowed in one call: to look them up takes less than to copy those before them
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
 _LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
@@ -96,17 +97,16 @@ class InPlaceJobs:
 
     # --- out of a store -----------------------------------------------------------------------------------------------
 
-    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[str]:
-        """All blocks, layer by layer; of a long row the first ones are on their way while the rest is looked up.
+    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[Status]:
+        """All blocks, in rows: while one is on its way the next is looked up.
 
         Blocks. Raises JobTrouble, or what staging raises.
         """
-        results: list[str] = [Status.LATE] * len(names)
-        head = _HEAD_PAGES if len(names) >= 2 * _HEAD_PAGES else 0
+        results: list[Status] = [Status.LATE] * len(names)
         begun: list[_Row] = []
         try:
-            for start, end in ((0, head), (head, len(names))):
-                if start < end and not self._begin_row(job, order, names[start:end], start, results, begun):
+            for start, end in pairwise(self._cut(len(names))):
+                if not self._begin_row(job, order, names[start:end], start, results, begun):
                     break
         finally:
             for row in begun:
@@ -122,22 +122,34 @@ class InPlaceJobs:
                 break
         return fill_behind(results, Status.HIT, Status.MISS)
 
+    def _cut(self, num_pages: int) -> list[int]:
+        """Where the rows of a load begin, and the end of the last.
+
+        Where an engine computes behind its bytes, layer by layer, a load's layers come for all blocks at a time: so
+        everything behind the first blocks is one row. Elsewhere rows are short, or the wire would stand still while a
+        long one is looked up.
+        """
+        staging = self._need_staging()
+        head = _HEAD_PAGES if num_pages >= 2 * _HEAD_PAGES and not staging.is_loading else 0
+        rest = [head] if staging.layerwise else range(head, num_pages, _ROW_PAGES)
+        return [*([0] if head else []), *rest, num_pages]
+
     def _begin_row(
         self,
         job: JobState,
         order: Load,
         names: Sequence[PageName],
         start: int,
-        results: list[str],
+        results: list[Status],
         begun: list[_Row],
     ) -> bool:
         """Borrow pages and have them copied. False: the row ends here. Does not wait for the bytes."""
         reader = self._tiers[order.store].reader
         lent: list[Loan | Status] = []
-        for at in range(0, len(names), _LENT_PAGES):
-            asked = names[at : at + _LENT_PAGES]
+        for at in range(0, len(names), _ROW_PAGES):
+            asked = names[at : at + _ROW_PAGES]
             lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
-            require(order.store, lent, at + len(asked), (Loan, Status))
+            require(order.store, lent, at + len(asked), GET_ANSWERS, Loan)
             if isinstance(lent[-1], Status):
                 lent += [Status.MISS] * (len(names) - len(lent))
                 break
@@ -167,11 +179,12 @@ class InPlaceJobs:
             self._ledger.end_copy(job)
             raise
         begun.append(_Row(start, loans, transfer))
+        time.sleep(_BREATH_S)  # who drives the copies begins with these before more are looked up
         return len(loans) == len(names)
 
     # --- into a store -------------------------------------------------------------------------------------------------
 
-    def save(self, job: JobState, order: Save, results: list[str], todo: Sequence[int]) -> list[str]:
+    def save(self, job: JobState, order: Save, results: list[Status], todo: Sequence[int]) -> list[Status]:
         """The blocks `todo` of a row; the store has the others. Blocks. Raises JobTrouble, or what staging raises."""
         store = self._addressable(order.store)
         reserved: list[Reservation] = []
@@ -217,7 +230,7 @@ class InPlaceJobs:
         job: JobState,
         order: Save,
         places: Sequence[int],
-        results: list[str],
+        results: list[Status],
         reserved: list[Reservation],
         begun: list[_Slice],
     ) -> bool:
@@ -232,7 +245,7 @@ class InPlaceJobs:
         taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
         reserved += [one for one in taken if isinstance(one, Reservation)]
         time.sleep(_BREATH_S)
-        require(order.store, taken, len(places), (Reservation, Status))
+        require(order.store, taken, len(places), PUT_ANSWERS, Reservation)
         slots: dict[int, Reservation] = {}
         ends = False
         for i, one in zip(places, taken, strict=True):
@@ -259,7 +272,7 @@ class InPlaceJobs:
         begun.append(_Slice(list(slots), list(slots.values()), transfer))
         return not ends
 
-    def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[str]) -> bool:
+    def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[Status]) -> bool:
         """Wait for a slice's bytes, seal them, make them visible. False: the row ends here."""
         transfer = slice_.transfer
         self._see_through(job, transfer)
@@ -272,12 +285,12 @@ class InPlaceJobs:
         write_headers(views, metas, sizes, transfer.digests, now_ms=now_ms)
         time.sleep(_BREATH_S)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
-        require(order.store, statuses, len(slice_.slots), Status)
+        require(order.store, statuses, len(slice_.slots), PUT_ANSWERS)
         for i, status in zip(slice_.places, statuses, strict=True):
             results[i] = status
         time.sleep(_BREATH_S)
         job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
-        return _HELD.issuperset(statuses)
+        return PUT_HELD.issuperset(statuses)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -304,7 +317,7 @@ class InPlaceJobs:
         return int(self._clock.time() * 1000)
 
 
-def fill_behind(results: list[str], good: str | tuple[str, ...], status: str) -> list[str]:
+def fill_behind(results: list[Status], good: Status | tuple[Status, ...], status: Status) -> list[Status]:
     """Behind the first result that is not good, what is undecided becomes `status`. Mutates and returns `results`."""
     wanted = (good,) if isinstance(good, str) else good
     first_bad = next((i for i, one in enumerate(results) if one not in wanted), len(results))
