@@ -168,6 +168,9 @@ def test_the_chains_of_functions_are_counted_and_there() -> None:
     assert {name: len(re.findall(r"^\d+\. ", chains[name], re.MULTILINE)) for name in chains} == {
         name: int(number) for name, number in counted
     }
+    overview = (ROOT / "ARCHITECTURE.md").read_text()
+    for name, number in counted:
+        assert re.search(rf"^\| {name}\b[^|]*\| \d+ \| {number} \|$", overview, re.MULTILINE), name
     for name, path in re.findall(r"^\d+\. `([\w.]+)` in `([\w/.]+)`$", text, re.MULTILINE):
         owner, _, function = name.rpartition(".")
         source = (ROOT / "src" / "headwater" / path).read_text()
