@@ -7,7 +7,7 @@ from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.testing.brain_world import ROOTS, Errand, Guest, World
-from headwater.testing.index_machine import path_keys
+from machines.index_machine import path_keys
 
 BLOCK_BYTES = 10
 BLOCK_TOKENS = 4

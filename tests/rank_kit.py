@@ -22,9 +22,9 @@ from headwater.core.keys import BlockKey
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Store
-from headwater.testing.ranks import RankDevices, small_layouts, thread_rank, whole_block
 from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.seats import Seat
+from machines.ranks import RankDevices, small_layouts, thread_rank, whole_block
 from worker_kit import PATIENCE_S, TENANT, Ear, key, keys
 
 StoresOf = Callable[[int], Mapping[str, Store]]

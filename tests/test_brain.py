@@ -19,7 +19,7 @@ from headwater.core.keys import BlockKey
 from headwater.index.slots import SlotState
 from headwater.testing.brain_machine import BrainMachine
 from headwater.testing.brain_world import ROOTS, World
-from headwater.testing.index_machine import path_keys
+from machines.index_machine import path_keys
 
 
 def test_anything_may_happen_to_a_brain() -> None:

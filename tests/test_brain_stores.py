@@ -24,7 +24,7 @@ from headwater.config import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.testing.brain_world import ROOTS, TENANTS, World
-from headwater.testing.index_machine import path_keys
+from machines.index_machine import path_keys
 
 
 def saved(world: World, store: str = "host") -> list[tuple[int, int]]:

@@ -41,10 +41,10 @@ from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueSt
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.layouts import randomise
-from headwater.testing.ranks import cut, small_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.tier import Naming
+from machines.ranks import cut, small_layouts
 from test_redis import Server
 from worker_kit import PATIENCE_S, wait_until
 

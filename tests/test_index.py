@@ -17,7 +17,7 @@ from headwater.index.naive import NaiveIndex
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import policy_by_name
-from headwater.testing.index_machine import IndexMachine, Ranked, path_keys
+from machines.index_machine import IndexMachine, Ranked, path_keys
 
 HOST, DISK = 1, 2  # bits
 

@@ -31,9 +31,9 @@ from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, DeleteStatus, GetStatus, PutStatus, Reservation
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, read, soon
 from kit import BIG, LIMIT, config, hits
+from machines.processes import Helper
 
 SLAB = "slab"
 GRACE_S = 0.25

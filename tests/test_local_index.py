@@ -19,9 +19,9 @@ from headwater.storage.local.mirror import Draft, Mirror, Page, Place
 from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, soon
 from kit import LIMIT, config, hits
+from machines.processes import Helper
 
 GRACE_S = 0.25
 

@@ -22,9 +22,9 @@ from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, items, sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, read, soon
 from kit import BIG, LIMIT, changing, config, hits, lose_records
+from machines.processes import Helper
 
 # --- restart and rebuild ----------------------------------------------------------------------------------------------
 

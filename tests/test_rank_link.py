@@ -18,7 +18,12 @@ from headwater.core.events import Failure, JobDone, JobFailed, Look, StoreOn
 from headwater.layout.shard import parts
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import (
+from headwater.transfer.ranks.link import RankLink, connect_rank
+from headwater.transfer.ranks.roster import RankState
+from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.server import serve_rank
+from headwater.transfer.ranks.wire import Incoming, packed
+from machines.ranks import (
     RankDevices,
     RankProcess,
     RankProcesses,
@@ -28,11 +33,6 @@ from headwater.testing.ranks import (
     thread_rank,
     whole_block,
 )
-from headwater.transfer.ranks.link import RankLink, connect_rank
-from headwater.transfer.ranks.roster import RankState
-from headwater.transfer.ranks.seats import Seat
-from headwater.transfer.ranks.server import serve_rank
-from headwater.transfer.ranks.wire import Incoming, packed
 from rank_kit import LAYOUTS, Jobs
 from worker_kit import PATIENCE_S, keys, wait_until
 

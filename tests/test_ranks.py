@@ -36,12 +36,12 @@ from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import RankDevices, pages_of, thread_rank, whole_block
 from headwater.testing.stores import soon
 from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.roster import RankState
 from headwater.transfer.ranks.seats import Seat
 from headwater.transfer.ranks.verdict import Answer, agree, num_good
+from machines.ranks import RankDevices, pages_of, thread_rank, whole_block
 from rank_kit import LAYOUTS, Group, Jobs, ScriptedHands, groups
 from worker_kit import PATIENCE_S, Gate, OddStore, key, keys, wait_until
 

@@ -27,8 +27,8 @@ from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import cut, whole_block
 from headwater.testing.stores import past, soon
+from machines.ranks import cut, whole_block
 from rank_kit import LAYOUTS, Group, groups
 from worker_kit import OddStore, key
 

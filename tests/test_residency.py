@@ -46,12 +46,12 @@ from headwater.storage.memory import MemoryStore
 from headwater.testing.brain_world import ROOTS
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.index_machine import path_keys
 from headwater.testing.pages import IDENTITY, sample_chain, sample_page
-from headwater.testing.residency import ROOT, ResidencyTests, chain
-from headwater.testing.residency_machine import ResidencyMachine, soon
-from headwater.testing.residency_world import ListeningBrainMachine, ListeningCacheMachine, ListeningWorld
 from headwater.testing.stores import put
+from machines.index_machine import path_keys
+from machines.residency import ROOT, ResidencyTests, chain
+from machines.residency_machine import ResidencyMachine, soon
+from machines.residency_world import ListeningBrainMachine, ListeningCacheMachine, ListeningWorld
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 DEVICE, HOST, DISK, POOL = TIERS.values()

@@ -22,8 +22,8 @@ from headwater.residency.publisher import Publisher
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
 from headwater.storage.redis.lines import Command, RedisLines
-from headwater.testing.residency import ROOT, ResidencyTests, chain, held, said
-from headwater.testing.residency_machine import Backend, ResidencyMachine, soon
+from machines.residency import ROOT, ResidencyTests, chain, held, said
+from machines.residency_machine import Backend, ResidencyMachine, soon
 from test_redis import Server
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"

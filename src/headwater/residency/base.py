@@ -2,7 +2,7 @@
 
     apply(update) -> Applied            lookup(keys) -> Found            nodes() -> who is there
 
-What every index keeps to (`headwater.testing.residency_machine` checks it):
+What every index keeps to (`tests/machines/residency_machine.py` checks it):
 
 - It never claims a block of a node that was never there: a claim is something that node said, in this epoch.
 - Updates of a node count in order, each once. A hole in their numbers makes the node *doubtful*: what it said still

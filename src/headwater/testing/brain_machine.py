@@ -17,7 +17,7 @@ from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.testing.brain_world import ROOTS, Errand, Guest, World
-from headwater.testing.index_machine import path_keys
+from machines.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
 NAMES: Final = ("a", "b", "#c", "=d")  # two that a careless encoding would change

@@ -23,8 +23,8 @@ from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.index.slots import SlotState
-from headwater.testing import brain_checks
-from headwater.testing.index_machine import NOBODY, child_key, path_keys
+from machines import brain_checks
+from machines.index_machine import NOBODY, child_key, path_keys
 
 HELD: Final = ("stored", "exists")
 TENANTS: Final = (ev.NO_TENANT, b"another tenant..")

@@ -28,8 +28,9 @@ class Helper:
     """The driver's end of one process."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "headwater.testing.processes"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "machines.processes"]
+        tests = Path(__file__).resolve().parent.parent
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tests)
 
     def __call__(self, call: str, **arguments: Any) -> Any:
         """Have the process do something and wait for its answer. Raises RuntimeError with what it raised."""

@@ -18,9 +18,9 @@ from headwater.residency.memory import MemoryResidency
 from headwater.storage.memory import MemoryStore
 from headwater.testing.brain_machine import PATHS, BrainMachine, configs
 from headwater.testing.brain_world import Errand, Guest, World
-from headwater.testing.cache_machine import TieredCacheMachine
 from headwater.testing.clock import FakeClock
-from headwater.testing.residency_machine import Ear, soon, states
+from machines.cache_machine import TieredCacheMachine
+from machines.residency_machine import Ear, soon, states
 
 GOOD = ("stored", "exists", "hit")
 NOT_THERE = ("no_parent", "no_room", "refused", "miss", "corrupt", "foreign", "short", "stale", "unknown_version")
