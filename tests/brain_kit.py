@@ -6,7 +6,7 @@ from typing import Any
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
-from headwater.testing.brain_world import ROOTS, Errand, Guest, World
+from machines.brain_world import ROOTS, Errand, Guest, World
 from machines.index_machine import path_keys
 
 BLOCK_BYTES = 10

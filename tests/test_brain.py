@@ -17,8 +17,8 @@ from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.index.slots import SlotState
-from headwater.testing.brain_machine import BrainMachine
-from headwater.testing.brain_world import ROOTS, World
+from machines.brain_machine import BrainMachine
+from machines.brain_world import ROOTS, World
 from machines.index_machine import path_keys
 
 

@@ -29,11 +29,11 @@ from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.lab.campaigns.simulation import Simulation
+from headwater.lab.campaigns.virtual import ROOT, SimulatedEngine, VirtualHands, path_keys
 from headwater.metrics import Metrics
 from headwater.policy import policy_by_name
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
-from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualHands, path_keys
 from headwater.transfer.device.arena import DeviceCache
 from test_connector import WAIT_S, WISHES, Client, Rig, Tape, Wish, rig
 from test_vllm_sides import engine_of, prompts, run

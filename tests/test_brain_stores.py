@@ -23,7 +23,7 @@ from brain_kit import (
 from headwater.config import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.testing.brain_world import ROOTS, TENANTS, World
+from machines.brain_world import ROOTS, TENANTS, World
 from machines.index_machine import path_keys
 
 

@@ -29,12 +29,12 @@ from headwater.core.keys import BlockKey
 from headwater.engine.make_model import make_model
 from headwater.engine.request import Output, Request, Sampling
 from headwater.integrations.vllm.settings import read_config
+from headwater.lab.campaigns.virtual import ROOT, path_keys
 from headwater.lab.replay.events import replay_events
 from headwater.metrics import Metrics
 from headwater.storage import recording
 from headwater.storage.recording import Began, Ended, FileRecorder, Heard, read
 from headwater.testing.clock import FakeClock
-from headwater.testing.virtual import ROOT, path_keys
 from test_vllm_sides import engine_of, prompts, run
 from vllm_kit import FakeRequest
 

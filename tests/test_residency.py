@@ -43,11 +43,11 @@ from headwater.residency.publisher import Holdings, Publisher, Row
 from headwater.residency.session import ResidencySession
 from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.testing.brain_world import ROOTS
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY, sample_chain, sample_page
 from headwater.testing.stores import put
+from machines.brain_world import ROOTS
 from machines.index_machine import path_keys
 from machines.residency import ROOT, ResidencyTests, chain
 from machines.residency_machine import ResidencyMachine, soon

@@ -15,7 +15,7 @@ from headwater.core.page import KEY_BYTES
 from headwater.index.slots import SlotState
 
 if TYPE_CHECKING:
-    from headwater.testing.brain_world import Guest, World
+    from machines.brain_world import Guest, World
 
 KINDS: Final[dict[JobKind, type[ev.Job]]] = {
     JobKind.LOOK: ev.Look,

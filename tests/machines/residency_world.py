@@ -16,9 +16,9 @@ from headwater.core.page import page_name
 from headwater.residency.events import TIERS
 from headwater.residency.memory import MemoryResidency
 from headwater.storage.memory import MemoryStore
-from headwater.testing.brain_machine import PATHS, BrainMachine, configs
-from headwater.testing.brain_world import Errand, Guest, World
 from headwater.testing.clock import FakeClock
+from machines.brain_machine import PATHS, BrainMachine, configs
+from machines.brain_world import Errand, Guest, World
 from machines.cache_machine import TieredCacheMachine
 from machines.residency_machine import Ear, soon, states
 

@@ -28,11 +28,11 @@ from typing import Any, Final
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig, SaveWhen, TierConfig
 from headwater.core.errors import HeadwaterError
+from headwater.lab.campaigns.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.storage.base import Deadline
 from headwater.storage.local.table import RecordState
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.testing.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.transfer.executor.worker import Worker
 
 LIMIT_BYTES: Final = 8 << 20

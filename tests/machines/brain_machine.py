@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.testing.brain_world import ROOTS, Errand, Guest, World
+from machines.brain_world import ROOTS, Errand, Guest, World
 from machines.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
