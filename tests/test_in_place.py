@@ -39,7 +39,7 @@ from headwater.storage.base import (
     Store,
 )
 from headwater.storage.local import MappedStore
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import DelayStore, WrapperStore
 from headwater.testing.clock import FakeClock

@@ -25,7 +25,7 @@ from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.disabled import DisabledStore
 from headwater.storage.local import directory
 from headwater.storage.local.attach import destroy
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.pages import sample_chain, sample_page
 from headwater.testing.stores import put, soon
 from kit import LIMIT, config, hits
@@ -89,7 +89,7 @@ def test_another_version_is_refused_and_not_touched(place: Path) -> None:
     with open_local(config(place)) as store:
         put(store, [sample_page(1)])
     slab = place / "store" / directory.SLAB
-    from headwater.storage.local import slab as slab_module
+    from headwater.storage.local import slab_header as slab_module
 
     original = slab_module.VERSION
     try:

@@ -16,7 +16,7 @@ from headwater.core.errors import (
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
 from headwater.storage.local import directory
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import sample_chain, sample_page
 from headwater.testing.stores import put, soon

@@ -38,7 +38,7 @@ from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, items, sample_chain
 

@@ -33,8 +33,10 @@ from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.families import live_records
 from headwater.storage.local.geometry import Geometry
-from headwater.storage.local.slab import Slab, read_slab_header
-from headwater.storage.local.table import Record, Table, Use
+from headwater.storage.local.records import Record, Use
+from headwater.storage.local.slab import Slab
+from headwater.storage.local.slab_header import read_slab_header
+from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain
 

@@ -30,7 +30,7 @@ from headwater.config import LocalStoreConfig, SaveWhen, TierConfig
 from headwater.core.errors import HeadwaterError
 from headwater.lab.campaigns.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.storage.base import Deadline
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.worker import Worker

@@ -22,7 +22,8 @@ from headwater.integrations.vllm import build
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.local import directory
 from headwater.storage.local.families import live_records
-from headwater.storage.local.slab import Slab, read_slab_header
+from headwater.storage.local.slab import Slab
+from headwater.storage.local.slab_header import read_slab_header
 from headwater.storage.local.table import Table
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.device.arena import DeviceCache
