@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core import events as ev
 from machines.brain_world import ROOTS, Errand, Guest, World
 from machines.index_machine import path_keys

@@ -16,7 +16,10 @@ import torch
 
 from headwater.attention_store import AttentionStore
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, ResidencyConfig, WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.residency import ResidencyConfig
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import Came, Went
 from headwater.core.identity import CacheIdentity

@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from brain_kit import ask, fill_store, finish, jobs, live, run, statuses, the, tier, tokens, told, total, world
 from headwater.cache.match import BlockStatus, Match, Part
 from headwater.cache.state import Brain
-from headwater.config import SaveWhen
+from headwater.config.cache import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput

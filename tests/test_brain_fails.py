@@ -20,7 +20,7 @@ from headwater.cache.executor import NoHands
 from headwater.cache.match import BlockStatus
 from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey

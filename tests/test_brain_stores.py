@@ -20,7 +20,7 @@ from brain_kit import (
     total,
     world,
 )
-from headwater.config import SaveWhen
+from headwater.config.cache import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from machines.brain_world import ROOTS, TENANTS, World

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headwater.build import open_cache
 from headwater.cache.cache import TieredCache
 from headwater.cache.placement import TierState, load_pays
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
 from headwater.engine.connector import Connector

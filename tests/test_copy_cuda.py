@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Event, JobDone, Load, Save
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.frame import frame_bytes, header_bytes
@@ -142,7 +142,7 @@ import json, sys, time
 import torch
 from pathlib import Path
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import JobDone, Load, Save
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.samples import sample_layouts

@@ -17,7 +17,8 @@ import pytest
 import typer
 
 from headwater.cli import app
-from headwater.config import ServeConfig, index_only, pd_via, write_config
+from headwater.config.environment import index_only, pd_via, write_config
+from headwater.config.serve import ServeConfig
 from headwater.metrics import FAMILIES
 from headwater.router.settings import RouterConfig
 

@@ -8,7 +8,7 @@ import pytest
 
 from headwater.build import open_local
 from headwater.cache.match import BlockStatus
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
 from headwater.core.events import Failure, JobDone, Look, encode
 from headwater.core.page import PageName

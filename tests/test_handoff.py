@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, WriteConfig
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Came, Went
 from headwater.core.identity import CacheIdentity

@@ -19,7 +19,7 @@ import torch
 
 from copy_kit import WAIT_S, Hold, OddWire, at_call, no_traces, raise_trouble
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
 from headwater.core.events import Cancel, Copied, Failure, Instruction, Job, JobDone, JobFailed, Load, Look, Save
 from headwater.core.page import PageName, page_name

@@ -9,7 +9,8 @@ import pytest
 
 from headwater import policy
 from headwater.build import open_local, open_tier
-from headwater.config import Durability, LocalStoreConfig, default_directory
+from headwater.config.environment import default_directory
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     InvalidConfig,
     ResourceClosed,

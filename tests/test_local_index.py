@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local, open_tier
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus
 from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB

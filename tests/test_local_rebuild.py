@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headwater.build import open_local
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     StoreForked,
     StoreMismatch,

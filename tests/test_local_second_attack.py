@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local, open_tier
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreBusy, StoreForked, StoreUnavailable
 from headwater.layout.frame import PageMeta, frame_bytes, seal
 from headwater.layout.spec import opaque_layout

@@ -10,7 +10,8 @@ import torch
 
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import BlockKey, block_keys
 from headwater.lab.campaigns.virtual import EventList

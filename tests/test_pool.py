@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater import config
 from headwater.cli import app
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig, StoreUnavailable
 from headwater.pool import diagnosis, local, process, servers
 from headwater.pool.diagnosis import Finding, diagnose
@@ -136,8 +136,8 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 
 
 def test_where_a_pool_is_written_down() -> None:
-    assert config.default_pool_directory({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/headwater-pool")
-    assert config.default_pool_directory({}) == Path(f"/tmp/headwater-pool-{os.geteuid()}")
+    assert environment.default_pool_directory({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/headwater-pool")
+    assert environment.default_pool_directory({}) == Path(f"/tmp/headwater-pool-{os.geteuid()}")
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

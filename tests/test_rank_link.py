@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, RankUnavailable
 from headwater.core.events import Failure, JobDone, JobFailed, Look, StoreOn
 from headwater.layout.shard import parts

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_group, open_local, open_rank
-from headwater.config import CacheConfig, LocalStoreConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Copied,

@@ -22,7 +22,8 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoHands
 from headwater.cache.state import Brain
 from headwater.cli import app
-from headwater.config import MIN_RECORD_BYTES, CacheConfig, SaveWhen, ServeConfig, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
+from headwater.config.serve import MIN_RECORD_BYTES, ServeConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey

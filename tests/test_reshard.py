@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, InvalidLayout, ResourceClosed
 from headwater.core.page import PageName, page_name
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal

@@ -17,16 +17,10 @@ from headwater.build import open_cache, open_local, open_publisher, open_residen
 from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoHands
 from headwater.cache.state import Brain
-from headwater.config import (
-    CacheConfig,
-    LocalStoreConfig,
-    ResidencyConfig,
-    TierConfig,
-    check_index_only,
-    default_node,
-    default_residency,
-    index_only,
-)
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.environment import default_node, default_residency, index_only
+from headwater.config.residency import ResidencyConfig, check_index_only
+from headwater.config.stores import LocalStoreConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Came, Lost, Went

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from headwater.config import ResidencyConfig
+from headwater.config.residency import ResidencyConfig
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.events import Came, Went
 from headwater.lab.bench.residency import bench_lookups

@@ -12,7 +12,8 @@ import pytest
 
 from headwater.build import open_residency
 from headwater.cache.cache import TieredCache
-from headwater.config import ResidencyConfig, ServeConfig
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.engine.models.base import Model

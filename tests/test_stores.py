@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headwater.build import open_local
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.memory import MemoryStore

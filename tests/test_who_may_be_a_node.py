@@ -590,7 +590,7 @@ def test_an_operator_drains_a_node_with_the_fleet_s_key(here: World, tmp_path: P
 
 
 def test_a_configuration_without_a_key_is_for_loopback() -> None:
-    from headwater.config import ServeConfig
+    from headwater.config.serve import ServeConfig
 
     given = NodeKey.random()
     wrong: list[dict[str, Any]] = [

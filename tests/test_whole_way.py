@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import (
     Copied,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Cancel, Copied, Event, JobDone, JobFailed, Load, Look, Promote, Save, StoreOff
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus, Store

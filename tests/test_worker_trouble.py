@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,

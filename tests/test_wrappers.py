@@ -9,7 +9,7 @@ import pytest
 
 import headwater
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.spec import opaque_layout

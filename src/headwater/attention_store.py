@@ -20,7 +20,8 @@ from threading import Condition
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from headwater.config import WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import Came, Went
 from headwater.core.identity import CacheIdentity

@@ -13,7 +13,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from headwater.config import CacheConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from machines.brain_world import ROOTS, Errand, Guest, World

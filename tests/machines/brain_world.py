@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, SaveWhen
+from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey

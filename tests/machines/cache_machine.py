@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headwater.cache.state import Brain
-from headwater.config import SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
 from headwater.core.events import Event, StoreOff, StoreOn, decode, encode
 from headwater.lab.campaigns.virtual import LAYOUT, EventList, SimulatedEngine, VirtualHands
 from headwater.layout.frame import frame_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.storage.base import Deadline, GetStatus, Reservation
 from headwater.storage.local import LocalStore, MappedStore

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.build import open_local, open_rank
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.layout.dsa import dsa_layout
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.mla import mla_layout

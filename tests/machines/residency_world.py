@@ -8,7 +8,7 @@ over faulty stores, each announced to one index; at the end the index must hold 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from headwater.config import CacheConfig, SaveWhen
+from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey

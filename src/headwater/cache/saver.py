@@ -13,7 +13,7 @@ from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
-from headwater.config import SaveWhen
+from headwater.config.cache import SaveWhen
 from headwater.core.events import Cancel, Save
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim

@@ -29,7 +29,7 @@ from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.saver import Saver
-from headwater.config import CacheConfig
+from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.events import Event, Failure, Instruction

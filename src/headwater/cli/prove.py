@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headwater import config
 from headwater.cli.main import app
 from headwater.cli.options import Json, print_json, write_json
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig
 from headwater.lab import draw
 
@@ -133,7 +133,7 @@ def doctor(
     """Say what this machine allows, and what to do about the rest; exit code 1 if something needed is broken."""
     from headwater.lab import doctor as looks
 
-    found = looks.examine(pool=pool or config.default_pool())
+    found = looks.examine(pool=pool or environment.default_pool())
     print_json({"command": "doctor", **looks.document(found)}) if as_json else draw.doctor(found)
     if not found.ok:
         raise typer.Exit(1)

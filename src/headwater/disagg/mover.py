@@ -16,7 +16,7 @@ Invariants:
 import time
 from collections.abc import Callable, Sequence
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.page import PageName
 from headwater.disagg.lanes import Lane, Lanes

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from headwater.build import open_pool
-from headwater.config import pool_kind
+from headwater.config.stores import pool_kind
 from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
 from headwater.core.version import __version__
 from headwater.layout.digest import plane_digests

@@ -92,7 +92,7 @@ from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from headwater.config import is_loopback
+from headwater.config.checks import is_loopback
 from headwater.core.role import Role
 from headwater.disagg.events import event_of
 from headwater.disagg.heartbeat import Heartbeat

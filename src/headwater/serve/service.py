@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.build import Running
-from headwater.config import ServeConfig, default_node
+from headwater.config.environment import default_node
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
 from headwater.disagg.headers import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking

@@ -16,7 +16,7 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoHands
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.lab.bench import interpreter

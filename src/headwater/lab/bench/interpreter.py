@@ -16,7 +16,8 @@ import numpy as np
 
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
 from headwater.lab.bench.report import Samples

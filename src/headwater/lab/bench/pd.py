@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headwater.config import pool_kind
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.node_auth import Signer, node_called

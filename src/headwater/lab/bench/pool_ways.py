@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import NotInstalled, StoreError
 from headwater.core.page import PageName
 from headwater.pool.process import spawn

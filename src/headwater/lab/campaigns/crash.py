@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus
 from headwater.storage.local import LocalStore

@@ -25,7 +25,7 @@ from typing import Final
 import xxhash
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from headwater.config import SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
 from headwater.core.page import PageName
 from headwater.lab.campaigns.virtual import LAYOUT, SimulatedEngine, VirtualHands
 from headwater.layout.frame import frame_bytes

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.lab.campaigns.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.storage.base import Deadline

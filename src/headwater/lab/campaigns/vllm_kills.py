@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Event, Instruction, JobDone, JobFailed, Save
 from headwater.engine.make_model import make_model
 from headwater.lab.bench.vllm_client import Worker, WorkerFailed

@@ -35,7 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.lab.bench.report import machine
 from headwater.lab.bench.serve import make_talker
 from headwater.lab.chaos.chaos_faults import FAULTS, ON_LOCAL, ON_MOONCAKE, Fault

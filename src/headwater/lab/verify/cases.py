@@ -24,7 +24,8 @@ from typing import Any, Final
 import torch
 
 from headwater.build import open_cache, open_local
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.page import PageName
 from headwater.engine.connector import Connector

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local, open_pool
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, NotInstalled, StoreError, StoreUnavailable
 from headwater.core.role import Role
 from headwater.engine.loader import load_model

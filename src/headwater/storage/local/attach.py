@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     InvalidConfig,
     StoreBusy,

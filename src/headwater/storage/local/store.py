@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, TypeVar
 
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.events import Save
 from headwater.storage.base import Clock, Deadline
 from headwater.storage.calls import Items

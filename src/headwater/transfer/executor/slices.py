@@ -27,7 +27,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Final, TypeVar
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import NO_TENANT, Save
 from headwater.core.keys import BlockKey
