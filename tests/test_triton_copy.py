@@ -291,8 +291,8 @@ def test_tables_of_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("headwater.transfer.device.triton_copy", "headwater.transfer.device.xxh3"):
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("triton_copy", "copy_kernels", "xxh3"):
+        monkeypatch.delitem(sys.modules, f"headwater.transfer.device.{name}")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(NotInstalled, match=r"the copy kernels need triton: pip install 'headwater\[cuda\]'"):
         importlib.import_module("headwater.transfer.device.triton_copy")

@@ -76,7 +76,7 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def default_vllm_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where vLLM's connector keeps its disk tier: a folder in `HEADWATER_DIR`, or beside the one of `headwater serve`."""
+    """Where vLLM's connector keeps its disk tier: a folder in `HEADWATER_DIR`, or beside that of `headwater serve`."""
     return Path(environ.get("HEADWATER_DIR") or cache_directory(environ)) / "vllm"
 
 
