@@ -16,8 +16,9 @@ from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
-from headwater.router.relay import Heard, NodeCall, Relay, Trouble, Unanswered
+from headwater.router.relay import Heard, NodeCall, Relay
 from headwater.router.routed_request import Attempt, Client, Outcome, Phase, RoutedRequest, with_usage
+from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.whole import WholeAnswer
 
 _PREFILL: Final = "/pd/prefill"
