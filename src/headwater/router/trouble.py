@@ -63,6 +63,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
 
 
 def too_large(limit_bytes: int) -> Unanswered:
+    """What an answer means that is larger than a router holds, where its size was the client's choice."""
     message = f"the answer is larger than the {limit_bytes} bytes that a router holds: ask for less of it, or stream it"
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "answer_too_large"}
     return Unanswered(Trouble.REJECTED, "answer_too_large", status=400, document={"error": error})
@@ -76,6 +77,7 @@ def untrusted(node: str, error: NotProven) -> Unanswered:
 
 
 def no_connection(node: str, connect_s: float) -> Unanswered:
+    """A node that could not be reached in time."""
     return Unanswered(Trouble.UNREACHED, f"there was no connection to {node} within {connect_s:g} s")
 
 
@@ -86,4 +88,5 @@ def _code(error: Mapping[str, Any]) -> str:
 
 
 def words(error: Exception) -> str:
+    """An error of a connection, in as many words as are shown."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
