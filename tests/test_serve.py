@@ -14,7 +14,7 @@ from headwater.engine.loader import load_tokenizer
 from headwater.engine.models.base import Model
 from headwater.engine.request import TokenLogprob
 from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Likelihood, Piece, Transcript
+from headwater.serve.transcript import Likelihood, Piece, Transcript
 from serve_kit import Served, directory, model, served, serving
 
 __all__ = ["directory", "model", "served"]  # fixtures

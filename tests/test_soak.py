@@ -36,8 +36,8 @@ from headwater.engine.models.base import Model, Span
 from headwater.engine.request import Finish, Output, Request
 from headwater.engine.tokenizer import Tokenizer
 from headwater.index.slots import SlotState
-from headwater.serve.answer import Transcript
 from headwater.serve.logprobs import token_name
+from headwater.serve.transcript import Transcript
 from headwater.transfer.device.arena import create_kv_cache
 from headwater.transfer.executor.worker import Worker
 from serve_kit import WAIT_S, Served, serving

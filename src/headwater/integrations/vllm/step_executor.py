@@ -236,18 +236,11 @@ class StepExecutor:
         """What all ranks say together. A block that was not to be had is dropped, one that was written is not."""
         order = errand.order
         verdict = agree(order, [Answer(rank, rank, end) for rank, end in errand.ends.items()])
-        if verdict.failure is not None:
-            if isinstance(order, Load) and verdict.failure is not Failure.CANCELLED:
+        done = verdict.end(order.job, now_s)
+        if isinstance(done, JobFailed):
+            if isinstance(order, Load) and done.failure is not Failure.CANCELLED:
                 self.drop(order.keys)
-            return JobFailed(now_s=now_s, job=order.job, failure=verdict.failure, why=verdict.why)
-        done = JobDone(
-            now_s=now_s,
-            job=order.job,
-            results=verdict.results,
-            num_bytes=verdict.num_bytes,
-            seconds=verdict.seconds,
-        )
-        if isinstance(order, Load):
+        elif isinstance(order, Load):
             self.drop(order.keys[num_good(order, done) :])
         else:  # one that was there already is the one that could not be read
             with self._lock:

@@ -22,12 +22,10 @@ Invariants:
 Takes no decision about blocks. Not here: the link to another process (`ranks/link.py`), pages and stores (`worker.py`).
 """
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
@@ -52,6 +50,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
 from headwater.transfer.executor.ledger import Ledger
+from headwater.transfer.ranks.alarms import Alarms
 from headwater.transfer.ranks.group_job import End, GroupJob
 from headwater.transfer.ranks.roster import RankReport, RankState, Roster
 from headwater.transfer.ranks.rota import Rota
@@ -61,7 +60,6 @@ from headwater.transfer.ranks.verdict import Verdict
 log: Final = logging.getLogger("headwater")
 
 _KINDS: Final = (Look, Load, Save, Promote)
-_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 _LATE: Final = "no answer by the deadline"
 _LAST_S: Final = 1.0  # for the watching thread to end, when all hands have
 
@@ -104,8 +102,7 @@ class Ranks:
         self._live: dict[int, GroupJob] = {}  # jobs of which a seat owes an answer, told or not
         self._off: set[str] = set()  # stores that a seat said to be off
         self._watch = threading.Condition(self._ledger.lock)  # something for the thread that watches
-        self._alarms: list[tuple[float, int, GroupJob]] = []  # a heap: when to look at which job
-        self._numbers = count()
+        self._alarms = Alarms()
         self._closed = False
         self._thread = threading.Thread(target=self._keep_watch, name="headwater ranks", daemon=True)
         self._thread.start()
@@ -250,7 +247,7 @@ class Ranks:
             self._end(job, Verdict((), Failure.FAILED, unfit))
             return
         self._live[order.job] = job
-        self._set_alarm(job, order.deadline_s + self._slack_s)
+        self._alarms.set(job, order.deadline_s + self._slack_s)
         refused: dict[int, str] = {}
         for at in job.seats:
             try:
@@ -307,17 +304,7 @@ class Ranks:
     def _end(self, job: GroupJob, verdict: Verdict) -> None:
         """Say how a job ended, and who is to blame if less came of it than was asked."""
         job.told = True
-        if verdict.failure is not None:
-            self._ledger.say(self._failed(job, verdict.failure, verdict.why))
-        else:
-            done = JobDone(
-                now_s=self._clock.monotonic(),
-                job=job.order.job,
-                results=verdict.results,
-                num_bytes=verdict.num_bytes,
-                seconds=verdict.seconds,
-            )
-            self._ledger.say(done)
+        self._ledger.say(verdict.end(job.order.job, self._clock.monotonic()))
         num_blocks = len(job.order.keys)
         self._roster.blame(verdict.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
         self._watch.notify()
@@ -372,16 +359,14 @@ class Ranks:
     def _look_at_alarms(self) -> float | None:
         """See to what is overdue; seconds until the next alarm, if there is one."""
         now_s = self._clock.monotonic()
-        while self._alarms and self._alarms[0][0] <= now_s:
-            _, _, job = heapq.heappop(self._alarms)
-            if not job.waiting:
-                continue
+        while (job := self._alarms.take_due(now_s)) is not None:
             if not job.overdue:
                 self._overdue(job)
-                self._set_alarm(job, now_s + self._lost_after_s)
+                self._alarms.set(job, now_s + self._lost_after_s)
             else:
                 self._lose(job)
-        return Deadline(self._alarms[0][0], self._clock).remaining_s if self._alarms else None
+        next_s = self._alarms.next_s
+        return None if next_s is None else Deadline(next_s, self._clock).remaining_s
 
     def _overdue(self, job: GroupJob) -> None:
         """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
@@ -400,15 +385,9 @@ class Ranks:
             shots.append(isinstance(hands, Mortal) and hands.kill())
         if all(shots) and not job.shot:
             job.shot = True
-            self._set_alarm(job, self._clock.monotonic() + self._lost_after_s)
+            self._alarms.set(job, self._clock.monotonic() + self._lost_after_s)
         else:
             self._say_stuck(job)
-
-    def _set_alarm(self, job: GroupJob, at_s: float) -> None:
-        if len(self._alarms) > 2 * len(self._live) + _STALE_ALARMS:
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].waiting]
-            heapq.heapify(self._alarms)
-        heapq.heappush(self._alarms, (at_s, next(self._numbers), job))
 
     def _require_other_thread(self) -> None:
         if threading.current_thread() is self._thread:

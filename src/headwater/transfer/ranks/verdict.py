@@ -50,6 +50,12 @@ class Verdict:
     seconds: float = 0.0
     blamed: tuple[Blame, ...] = ()
 
+    def end(self, job: int, now_s: float) -> JobDone | JobFailed:
+        """The event that tells it."""
+        if self.failure is not None:
+            return JobFailed(now_s=now_s, job=job, failure=self.failure, why=self.why)
+        return JobDone(now_s=now_s, job=job, results=self.results, num_bytes=self.num_bytes, seconds=self.seconds)
+
 
 def num_good(order: Job, end: JobDone | JobFailed) -> int:
     """How many leading blocks one answer counts for."""
