@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from headwater.cli.options import Json, numbers, print_json
-from headwater.lab import draw
+from headwater.lab import draw, draw_figures
 
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
 
@@ -24,7 +24,7 @@ def bench_index(
 
     with draw.progress() as tell:
         report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
 
 
 @bench.command("cache")
@@ -40,7 +40,7 @@ def bench_cache(
 
     with draw.progress() as tell:
         report = cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
 
 
 @bench.command("ttft")
@@ -70,7 +70,7 @@ def bench_ttft(
     )
     with draw.progress() as tell:
         report = ttft.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
 
 
 @bench.command("handoff")
@@ -96,7 +96,7 @@ def bench_handoff(
     )
     with draw.progress() as tell:
         report = handoff.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
     if not report.results["equal"]:
         raise typer.Exit(1)
 
@@ -130,7 +130,7 @@ def bench_copy(
         report = copy.run(options, tell=tell)
     if as_json and "device" in report.notes:
         draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
-    print_json(report.document()) if as_json else draw.copies(report)
+    print_json(report.document()) if as_json else draw_figures.copies(report)
     if not report.results["correct"]:
         raise typer.Exit(1)
 
@@ -159,7 +159,7 @@ def bench_pool(
     )
     with draw.progress() as tell:
         report = pools.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.pools(report)
+    print_json(report.document()) if as_json else draw_figures.pools(report)
 
 
 @bench.command("serve")
@@ -179,7 +179,7 @@ def bench_serve(
     options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
     with draw.progress() as tell:
         report = load.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
     if not report.results["answers_equal"]:
         raise typer.Exit(1)
 
@@ -237,7 +237,7 @@ def bench_pd(
     )
     with draw.progress() as tell:
         report = apart.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)
     if not report.results["answers_equal"]:
         raise typer.Exit(1)
 
@@ -271,4 +271,4 @@ def bench_store(
     )
     with draw.progress() as tell:
         report = store.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    print_json(report.document()) if as_json else draw_figures.report(report)

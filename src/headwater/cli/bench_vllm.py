@@ -12,7 +12,7 @@ from rich.text import Text
 from headwater.cli.bench import bench
 from headwater.cli.options import Json, numbers, print_json, write_json
 from headwater.core.errors import InvalidConfig
-from headwater.lab import draw
+from headwater.lab import draw, draw_figures
 
 
 @bench.command("vllm")
@@ -134,7 +134,7 @@ def bench_vllm(
     if as_json:
         print_json(report.document())
     else:
-        draw.contenders(report) if course == "alone" else draw.report(report)
+        draw_figures.contenders(report) if course == "alone" else draw_figures.report(report)
     if not report.results["tokens_equal"]:
         raise typer.Exit(1)
 

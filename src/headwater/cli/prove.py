@@ -12,7 +12,7 @@ from headwater.cli.main import app
 from headwater.cli.options import Json, print_json, write_json
 from headwater.config import environment
 from headwater.core.errors import InvalidConfig
-from headwater.lab import draw
+from headwater.lab import draw, draw_figures
 
 
 @app.command()
@@ -255,7 +255,7 @@ def replay(
             found = replays.sweep(source, setups, tell=tell)
         if plot is not None and canvas is not None:
             picture.draw(found, canvas, format=plot.suffix[1:].lower())
-    print_json({"command": "replay", **found.document()}) if as_json else draw.replays(found)
+    print_json({"command": "replay", **found.document()}) if as_json else draw_figures.replays(found)
 
 
 def _replay_events(path: Path, *, as_json: bool) -> None:

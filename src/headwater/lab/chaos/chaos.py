@@ -39,9 +39,10 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.lab.bench.report import machine
 from headwater.lab.bench.serve import make_talker
 from headwater.lab.chaos.chaos_faults import FAULTS, ON_LOCAL, ON_MOONCAKE, Fault
-from headwater.lab.chaos.chaos_fleet import Setup, Stage, Troupe
+from headwater.lab.chaos.chaos_fleet import Setup, Troupe
 from headwater.lab.chaos.chaos_load import Load, Question, Witness, make_questions, solve
 from headwater.lab.chaos.chaos_report import Scene, judge
+from headwater.lab.chaos.chaos_stage import Stage
 from headwater.storage.scratch import memory_root
 from headwater.testing.mooncake import MooncakePool
 

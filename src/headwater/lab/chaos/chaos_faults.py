@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from headwater.lab.campaigns.pool_fault_kinds import Child
-from headwater.lab.chaos.chaos_fleet import START_S, Troupe
+from headwater.lab.chaos.chaos_fleet import Troupe
+from headwater.lab.chaos.chaos_stage import START_S
 from headwater.lab.chaos.chaos_store import HARMS
 from headwater.testing.mooncake import MooncakePool
 
