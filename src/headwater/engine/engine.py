@@ -30,11 +30,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
+from headwater.core.closing import Closing
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.disagg.outcome import Missing, Sent, Unsent
 from headwater.engine.compute import LoadFailed, StepComputer
@@ -68,7 +68,7 @@ class EngineConfig:
                 raise InvalidInput(f"{name} must be at least 1, not {getattr(self, name)!r}")
 
 
-class Engine:
+class Engine(Closing):
     """One model on one device with one cache. `submit` and `cancel` may come from any thread."""
 
     def __init__(
@@ -190,14 +190,6 @@ class Engine:
             self._lock.notify()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
     def _wake(self) -> None:
         """A store answered, or blocks came: look again."""

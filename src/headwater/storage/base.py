@@ -20,9 +20,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
+from headwater.core.closing import Closing
 from headwater.core.page import PageName
 from headwater.layout.frame import Fault, PageMeta
 
@@ -105,7 +105,7 @@ class DeleteStatus(enum.StrEnum):
     FAILED = "failed"
 
 
-class Store(ABC):
+class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
     What one can do besides is asked of it (`addressable`, `glancing`, `registering`), and never of its class: what is
@@ -158,14 +158,6 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """Return self; the store closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
 
 def portions(num_pages: int, smallest: int) -> list[int]:

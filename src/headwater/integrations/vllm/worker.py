@@ -23,12 +23,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
 from headwater.core.events import Cancel, Copied, Event, Failure, Instruction, JobDone, JobFailed, Load, Save, Stuck
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
+from headwater.transfer.ranks.seats import JobHands
 from headwater.transfer.ranks.verdict import num_good
 
 log: Final = logging.getLogger("headwater")
@@ -37,26 +38,6 @@ _FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
 _CANCEL_S: Final = 2.0  # for another process to say that it has heard so
 _IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is computed: who spins takes their interpreter
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
-
-
-class JobHands(Protocol):
-    """Who does the jobs."""
-
-    @property
-    def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears what becomes of them."""
-        ...
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
-
-    def submit(self, instructions: Iterable[Instruction], /) -> None:
-        """Begin jobs, or cancel them. Does not block."""
-        ...
-
-    def stand_back(self, *, hurry: bool) -> None:
-        """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
-        ...
 
 
 class WorkerSide:
