@@ -28,7 +28,6 @@ from headwater.core.page import page_name
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -39,10 +38,11 @@ from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.row import Reached, Why
 from headwater.transfer.executor.staging import TorchStaging

@@ -28,7 +28,8 @@ from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
+from headwater.storage.wrappers import OpaqueStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker

@@ -29,7 +29,6 @@ from headwater.disagg.protocol import Finish, FirstToken, SamplerState, Tail, Ti
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import Header, frame_bytes, parse, seal, write_header
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
@@ -38,10 +37,12 @@ from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
 from headwater.storage.resharded import ReshardedStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.tier import Naming

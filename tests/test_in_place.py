@@ -24,7 +24,6 @@ from headwater.core.errors import ResourceClosed
 from headwater.core.events import Cancel, Copied, Failure, Instruction, Job, JobDone, JobFailed, Load, Look, Save
 from headwater.core.page import PageName, page_name
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import (
@@ -41,10 +40,12 @@ from headwater.storage.base import (
 from headwater.storage.local import MappedStore
 from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import DelayStore, WrapperStore
+from headwater.storage.wrappers import WrapperStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import DelayStore
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device import cuda, populate
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache

@@ -13,11 +13,11 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.ghosts import Past
-from headwater.index.naive import NaiveIndex
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import policy_by_name
 from machines.index_machine import IndexMachine, Ranked, path_keys
+from machines.naive_index import NaiveIndex
 
 HOST, DISK = 1, 2  # bits
 

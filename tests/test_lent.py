@@ -8,9 +8,9 @@ import pytest
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold
 from headwater.index.lent import LentIndex
-from headwater.pool.redis import redis_server
 from headwater.storage.base import Deadline, DeleteStatus
 from headwater.testing.mooncake import MooncakePool
+from headwater.testing.redis import redis_server
 from test_vllm_sides import ROOM_S, engine_of, request_keys, run
 from vllm_kit import SIZE, FakeEngine, FakeRequest
 

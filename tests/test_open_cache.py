@@ -16,11 +16,11 @@ from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import BlockKey, block_keys
 from headwater.lab.campaigns.virtual import EventList
 from headwater.layout.frame import frame_bytes
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.config import environment
 from headwater.core.errors import InvalidConfig, StoreUnavailable
-from headwater.pool import diagnosis, local, process, servers
-from headwater.pool.diagnosis import Finding, diagnose
+from headwater.lab import pool_diagnosis as diagnosis
+from headwater.lab.pool_diagnosis import Finding, diagnose
+from headwater.pool import local, process, servers
 from headwater.pool.process import Process, spawn
 from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
@@ -274,6 +275,6 @@ def test_a_probe_that_crashes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_prints_json_and_nothing_else() -> None:
     with MooncakePool(segment_bytes=16 * MIB) as pool:
         for url in (pool.config().url, pool.config(shm=True).url):
-            run = [sys.executable, "-m", "headwater.pool.diagnosis", url]
+            run = [sys.executable, "-m", "headwater.lab.pool_diagnosis", url]
             done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=True)
             assert [json.loads(line)["state"] for line in done.stdout.splitlines()] == ["ok", "ok"]

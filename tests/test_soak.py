@@ -118,7 +118,7 @@ def questions(model: Model, tokenizer: Tokenizer) -> list[Question]:
         found.append(Question(COMPLETIONS, {"prompt": stem + text}, len(prompt), alone(model, prompt)))
     for text in TEXTS[1:4]:
         messages = [{"role": "system", "content": STEMS[0]}, {"role": "user", "content": text}]
-        prompt = tokenizer.encode_chat(messages)
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
         found.append(Question(CHAT, {"messages": messages}, len(prompt), alone(model, prompt)))
     return found
 

@@ -14,10 +14,10 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidConfig, InvalidCopy, InvalidLayout, NotInstalled, ResourceClosed
 from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device import copy, triton_copy
 from headwater.transfer.device.arena import create_kv_cache
 from headwater.transfer.device.triton_copy import PlaneTable, digest, gather, scatter

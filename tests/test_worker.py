@@ -22,15 +22,15 @@ from headwater.core.events import (
 )
 from headwater.core.page import page_name
 from headwater.layout.frame import Header, frame_bytes, parse
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Shard
 from headwater.storage.base import GetStatus, PutStatus, Store
 from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor import courtesy

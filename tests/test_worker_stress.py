@@ -20,7 +20,8 @@ from headwater.core.events import Cancel, Copied, Event, JobDone, JobFailed, Loa
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
+from headwater.storage.wrappers import OpaqueStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Rig, key, keys
 
 NUM_JOBS = 300

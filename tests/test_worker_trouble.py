@@ -28,8 +28,9 @@ from headwater.core.events import (
 )
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import WrapperStore
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.worker import Worker
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Gate, OddStore, Rig, Unheard, keys, odd, rigs, wait_until

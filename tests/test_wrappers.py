@@ -19,7 +19,8 @@ from headwater.storage.calls import Calls
 from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.pages import PLANE_BYTES, SEALED_AT_MS, sample_chain
 from headwater.testing.stores import StoreTests, past, put, read, soon
 
@@ -116,13 +117,17 @@ def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
 def test_every_wrapper_that_is_shipped_is_tried_here() -> None:
     """Or is one of those with tests of their own, because they are no ordinary stores."""
     for module in pkgutil.walk_packages(headwater.__path__, "headwater."):
-        if ".storage." in module.name or ".testing.hanging" in module.name:
+        if ".storage." in module.name or module.name == "headwater.testing.faulty_stores":
             importlib.import_module(module.name)
 
     def below(kind: type[Store]) -> set[type[Store]]:
         return {kind}.union(*map(below, kind.__subclasses__()))
 
-    shipped = {one.__name__ for one in below(WrapperStore) if one.__module__.startswith("headwater.storage")}
+    shipped = {
+        one.__name__
+        for one in below(WrapperStore)
+        if one.__module__.startswith(("headwater.storage", "headwater.testing"))
+    }
     assert shipped == {"WrapperStore", "OpaqueStore", "DelayStore", "FaultyStore", "ReshardedStore"}
 
 

@@ -17,9 +17,9 @@ from headwater.lab.campaigns.virtual import LAYOUT, EventList, SimulatedEngine, 
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 
 NUM_CACHES = 2
 WHICH = st.integers(0, NUM_CACHES - 1)

@@ -21,10 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, Victim
-from headwater.index.naive import NaiveIndex
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import BlockFacts, Policy, policy_by_name
+from machines.naive_index import NaiveIndex
 
 NUM_BITS: Final = 2  # stores whose marks are tried
 NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())

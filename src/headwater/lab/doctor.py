@@ -27,14 +27,14 @@ from headwater.build import open_pool
 from headwater.config.stores import pool_kind
 from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
 from headwater.core.version import __version__
+from headwater.lab.pool_diagnosis import diagnose
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import opaque_layout
-from headwater.pool.diagnosis import diagnose
 from headwater.storage.base import Deadline, GetStatus, Store
 from headwater.storage.local import directory
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.samples import sample_layouts
 
 if TYPE_CHECKING:
     import torch

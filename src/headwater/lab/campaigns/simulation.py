@@ -23,9 +23,9 @@ from headwater.lab.campaigns.virtual import LAYOUT, SimulatedEngine, VirtualHand
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 
 FAULTS = Faults(
     put_fails=0.02,

@@ -29,9 +29,9 @@ from headwater.lab.verify.pd_nodes import Node, Spoiling, open_node
 from headwater.lab.verify.pd_ranks import open_ranks
 from headwater.lab.verify.pd_request import Comparison, Nodes
 from headwater.pool import local as mooncake
-from headwater.pool.redis import redis_server
 from headwater.storage.base import Store
 from headwater.storage.scratch import disk_root, memory_root
+from headwater.testing.redis import redis_server
 
 POOLS: Final = ("local", "mooncake", "redis")
 _ROOM_BYTES: Final = 64 << 20

@@ -2,8 +2,8 @@
 
 Ports are knocked at from here. Everything that goes through the engine, whose calls may block with the GIL held, is
 tried in a process of its own, which says how far it came and is ended when its time is up: `python -m
-headwater.pool.diagnosis URL` prints one JSON line for each step. Writes one small page under a prefix of its own, reads
-it back, compares it, removes it.
+headwater.lab.pool_diagnosis URL` prints one JSON line for each step. Writes one small page under a prefix of its own,
+reads it back, compares it, removes it.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def _metadata(config: MooncakeConfig) -> Iterator[Finding]:
 
 
 def _probe(url: str, *, only_load: bool) -> list[Finding]:
-    command = [sys.executable, "-m", "headwater.pool.diagnosis", url, *(["--only-load"] if only_load else [])]
+    command = [sys.executable, "-m", "headwater.lab.pool_diagnosis", url, *(["--only-load"] if only_load else [])]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # noqa: S603  ours
     with child:
         try:
