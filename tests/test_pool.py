@@ -21,7 +21,8 @@ from headwater.cli import app
 from headwater.config import environment
 from headwater.core.errors import InvalidConfig, StoreUnavailable
 from headwater.lab import pool_diagnosis as diagnosis
-from headwater.lab.pool_diagnosis import Finding, diagnose
+from headwater.lab.finding import Check
+from headwater.lab.pool_diagnosis import diagnose
 from headwater.pool import local, process, servers
 from headwater.pool.process import Process, spawn
 from headwater.storage.base import Deadline
@@ -220,7 +221,7 @@ def test_addresses_of_the_kernels_tables() -> None:
 # --- what is wrong with a pool ----------------------------------------------------------------------------------------
 
 
-def _states(findings: list[Finding]) -> dict[str, str]:
+def _states(findings: list[Check]) -> dict[str, str]:
     return {finding.name: finding.state for finding in findings}
 
 
