@@ -6,14 +6,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from headwater.cli.options import Json, numbers, print_json
+from headwater.cli.options import Device, Json, numbers, print_json
 from headwater.lab import draw, draw_figures
 from headwater.lab.bench.report import Report
 
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
 
 Shape = Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 Lengths = Annotated[str, typer.Option(help="Prompt lengths, with commas.")]
 BlockTokens = Annotated[int, typer.Option(help="Tokens per block.")]
 StepTokens = Annotated[int, typer.Option(help="Tokens computed in one step.")]

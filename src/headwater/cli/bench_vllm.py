@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from headwater.cli.bench import bench
-from headwater.cli.options import Json, numbers, print_json, write_json
+from headwater.cli.options import Device, Json, numbers, print_json, write_json
 from headwater.core.errors import InvalidConfig
 from headwater.lab import draw, draw_figures
 
@@ -20,7 +20,7 @@ def bench_vllm(
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="An interpreter that has vLLM.", show_default="this one")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     course: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,20 @@ import typer
 from rich.text import Text
 
 from headwater.cli.main import app
-from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
+from headwater.cli.options import (
+    AllowHost,
+    Device,
+    Host,
+    Json,
+    MaxConnections,
+    ModelDirectory,
+    NodeKeyFile,
+    Port,
+    Timeout,
+    key_option,
+    log_to_stderr,
+    print_json,
+)
 from headwater.config import environment
 from headwater.config.checks import require_hosts, require_url
 from headwater.config.serve import DEFAULT_PORT
@@ -28,7 +41,7 @@ def vllm_node(
     router: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A router to join; may be said several times.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", show_default="a free one")] = 0,
     node: Annotated[
         str | None, typer.Option(help="What this node is called: as vLLM's connector is in the residency index.")
@@ -44,7 +57,7 @@ def vllm_node(
             show_default=False,
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Timeout = 600.0,
     pool_timeout: Annotated[float, typer.Option(help="Seconds until the pool has a prompt that was computed.")] = 30.0,
     lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
     max_requests: Annotated[
@@ -94,10 +107,8 @@ def vllm_node(
 
 @app.command()
 def router(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on.", show_default=f"{DEFAULT_PORT}, or a free one")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
     residency: Annotated[
         str | None,
         typer.Option(
@@ -118,7 +129,7 @@ def router(
         ),
     ] = None,
     node_key_file: NodeKeyFile = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Timeout = 600.0,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that it may wait for a node with room.")] = 30.0,
     silence: Annotated[
         float, typer.Option(help="Seconds that a node may say nothing, before it is asked whether it hangs.")
@@ -181,10 +192,7 @@ def drain(
 
 @app.command()
 def pd(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
-    ] = None,
+    model: ModelDirectory = None,
     prefill: Annotated[int, typer.Option(help="Prefill nodes.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.")] = 1,
     mixed: Annotated[int, typer.Option(help="Mixed nodes.")] = 0,
@@ -199,11 +207,11 @@ def pd(
         str | None,
         typer.Option(metavar="URL", help="An index of who holds what.", show_default="$HEADWATER_RESIDENCY, or none"),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
         int | None, typer.Option(help="The router's port.", show_default=f"{DEFAULT_PORT}, or a free one")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     num_blocks: Annotated[int | None, typer.Option(help="Blocks of KV on each device.", show_default="many")] = None,
 ) -> None:
     """Start a pool, a router and nodes on this machine; say where they are. Ctrl-C ends them all."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headwater.cli.main import app
-from headwater.cli.options import Json, print_json, write_json
+from headwater.cli.options import Device, Json, print_json, write_json
 from headwater.config import environment
 from headwater.core.errors import InvalidConfig
 from headwater.lab import draw, draw_figures
@@ -40,7 +40,7 @@ def verify(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A model's directory; without it, tiny ones of every family.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     inject: Annotated[
         bool, typer.Option("--inject", help="Damage bytes behind the checks: this has to be noticed, so it must fail.")
     ] = False,

@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 from headwater.cli.main import app
-from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
+from headwater.cli.options import (
+    AllowHost,
+    Device,
+    Host,
+    Json,
+    MaxConnections,
+    ModelDirectory,
+    NodeKeyFile,
+    Port,
+    key_option,
+    log_to_stderr,
+    print_json,
+)
 from headwater.config import environment
 from headwater.config.serve import DEFAULT_PORT, RECORD_BYTES, ServeConfig
 from headwater.core.errors import InvalidConfig
@@ -18,24 +30,19 @@ from headwater.lab import draw
 
 @app.command()
 def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
-    ] = None,
+    model: ModelDirectory = None,
     name: Annotated[
         str | None, typer.Option(help="What clients call the model.", show_default="the directory's name")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on.", show_default=f"{DEFAULT_PORT}, or a free one")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
     api_key: Annotated[
         str | None,
         typer.Option(
             help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the model's own")] = None,
     kv: Annotated[str, typer.Option(help="What is cached: auto, bf16, fp16, fp32 or fp8.")] = "auto",
     generation_config: Annotated[
