@@ -8,7 +8,7 @@ from rich.text import Text
 
 from headwater.cli.options import Device, Json, numbers, print_json
 from headwater.lab import draw, draw_figures
-from headwater.lab.bench.report import Report
+from headwater.lab.bench.report import BenchReport
 
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
 
@@ -20,7 +20,7 @@ Rounds = Annotated[int, typer.Option(help="Repetitions.")]
 AnswerTokens = Annotated[int, typer.Option(help="Length of an answer.")]
 
 
-def _answer(report: Report, *, as_json: bool, right: str | None = None) -> None:
+def _answer(report: BenchReport, *, as_json: bool, right: str | None = None) -> None:
     """Say what was measured. Ends the command with 1 if a result that must hold does not."""
     print_json(report.document()) if as_json else draw_figures.report(report)
     if right is not None and not report.results[right]:
@@ -73,7 +73,7 @@ def bench_ttft(
     """Time to the first token, cold and from each tier, over prompt lengths; and the cost when nothing hits."""
     from headwater.lab.bench import ttft
 
-    options = ttft.Options(
+    options = ttft.TtftOptions(
         shape=shape,
         device=device,
         lengths=tuple(numbers("lengths", lengths)),
@@ -101,7 +101,7 @@ def bench_handoff(
     """Hand prompts from one engine process to another through a pool in memory, beside two plain copies."""
     from headwater.lab.bench import handoff
 
-    options = handoff.Options(
+    options = handoff.HandoffOptions(
         shape=shape,
         device=device,
         lengths=tuple(numbers("lengths", lengths)),
@@ -132,7 +132,7 @@ def bench_copy(
     """Copy blocks between device and host memory, beside one contiguous copy; and what that costs a model meanwhile."""
     from headwater.lab.bench import copy
 
-    options = copy.Options(
+    options = copy.CopyOptions(
         device=device,
         layouts=tuple(layouts.split(",")) if layouts is not None else tuple(copy.layouts()),
         blocks=tuple(numbers("blocks", blocks)) if blocks is not None else None,
@@ -163,7 +163,7 @@ def bench_pool(
     from headwater.lab.bench import pool as pools
     from headwater.lab.bench.pool_ways import NAMES
 
-    options = pools.Options(
+    options = pools.PoolOptions(
         stores=tuple(stores.split(",")) if stores is not None else NAMES,
         page_kib=tuple(numbers("page-kib", page_kib)),
         batch_pages=batch,
@@ -189,7 +189,9 @@ def bench_serve(
     """Hold conversations over HTTP, with the cache and without: what is computed, when tokens come, equal answers."""
     from headwater.lab.bench import serve as load
 
-    options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
+    options = load.ServeOptions(
+        conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device
+    )
     with draw.progress() as tell:
         report = load.run(options, tell=tell)
     _answer(report, as_json=as_json, right="answers_equal")
@@ -227,7 +229,7 @@ def bench_pd(
     """Prefill and decode apart, beside one node for both: when tokens come, what the pool costs, equal answers."""
     from headwater.lab.bench import pd as apart
 
-    options = apart.Options(
+    options = apart.PdOptions(
         model=model,
         shape=shape,
         device=device,
@@ -269,7 +271,7 @@ def bench_store(
     """Write, evict and read pages in memory and on disk, beside memcpy, one file per block, and plain pwrite/pread."""
     from headwater.lab.bench import store
 
-    options = store.Options(
+    options = store.StoreOptions(
         directory=directory,
         disk_directory=disk_directory,
         page_kib=page_kib,

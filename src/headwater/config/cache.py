@@ -23,7 +23,7 @@ class TierConfig:
     name: str
     save: SaveWhen = SaveWhen.COMMIT
     save_after_hits: int = 1
-    look_timeout_s: float = 0.5
+    probe_timeout_s: float = 0.5
     load_timeout_s: float = 5.0
     save_timeout_s: float = 30.0
     max_queued_bytes: int = 1 << 30  # of blocks that wait to be written; what comes on top is dropped, and counted
@@ -41,7 +41,7 @@ class TierConfig:
             raise InvalidConfig(f"a tier's name is a word other than 'device', not {self.name!r}")
         for name in ("save_after_hits", "max_queued_bytes", "breaker_failures"):
             require_count(name, getattr(self, name), 1)
-        for name in ("look_timeout_s", "load_timeout_s", "save_timeout_s", "max_queued_s", "breaker_pause_s"):
+        for name in ("probe_timeout_s", "load_timeout_s", "save_timeout_s", "max_queued_s", "breaker_pause_s"):
             require_seconds(name, getattr(self, name))
 
 

@@ -57,7 +57,7 @@ class ServeConfig:
         10.0  # for a prompt's KV: to the pool (then an error), or from it (then computed, or an error)
     )
     pd_recompute: bool = True  # whether a decode node may compute what it could not read
-    look_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
+    probe_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
     load_timeout_s: float = 5.0
     max_body_bytes: int = 8 << 20
     max_prompt_chars: int | None = None  # None: as many as the context's tokens could stand for
@@ -96,7 +96,7 @@ class ServeConfig:
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
         require_count("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
-        for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "look_timeout_s", "load_timeout_s"):
+        for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "probe_timeout_s", "load_timeout_s"):
             require_seconds(name, getattr(self, name))
         require_count("port", self.port, 0)
         if self.port > 65535:
@@ -163,7 +163,7 @@ class ServeConfig:
 
     def tier(self, name: str) -> TierConfig:
         """How the brain uses one store."""
-        return TierConfig(name=name, look_timeout_s=self.look_timeout_s, load_timeout_s=self.load_timeout_s)
+        return TierConfig(name=name, probe_timeout_s=self.probe_timeout_s, load_timeout_s=self.load_timeout_s)
 
     @property
     def in_fleet(self) -> bool:

@@ -183,7 +183,7 @@ def recording(found: "Replayed") -> None:
         output().print("everything came out as it was recorded")
 
 
-def survey(found: audit.Survey) -> None:
+def survey(found: audit.StoreSurvey) -> None:
     """Draw what is in a directory."""
     table = new_table("label", "identity", "tenant", "pages", "size", "tokens", "deepest", "last used", text=3)
     for family in found.families:

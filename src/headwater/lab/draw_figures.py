@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from headwater.lab.bench.report import Report
+from headwater.lab.bench.report import BenchReport
 
 if TYPE_CHECKING:
     from headwater.lab.replay.sweep import Sweep
 from headwater.lab.draw import new_table, output, size
 
 
-def report(result: Report) -> None:
+def report(result: BenchReport) -> None:
     """Draw a benchmark's result."""
     document = result.document()
     table = new_table("figure", "median", "lowest", "highest", text=1)
@@ -29,7 +29,7 @@ def report(result: Report) -> None:
         output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
 
 
-def contenders(result: Report) -> None:
+def contenders(result: BenchReport) -> None:
     """Draw what `headwater bench vllm` found of contenders that came one after another, and ours beside the others."""
     head, *rows = result.results["table"]
     table = new_table(*head, text=1)
@@ -47,7 +47,7 @@ def contenders(result: Report) -> None:
         output().print(Text(f"{name} is not there: {why}"), style="yellow", soft_wrap=True)
 
 
-def copies(result: Report) -> None:
+def copies(result: BenchReport) -> None:
     """Draw what `headwater bench copy` found: a line per layout and count, then the whole way."""
     names = ("d2h_ratio", "h2d_ratio", "both_ratio", "d2h_ratio_plain", "h2d_ratio_plain", "gemm_slowdown", "submit_ms")
     table = new_table("layout", "blocks", "size", *(name.replace("_", " ") for name in names), "correct", text=1)
@@ -71,7 +71,7 @@ def copies(result: Report) -> None:
         output().print(Text(document["notes"]["device"]), style="yellow", soft_wrap=True)
 
 
-def pools(result: Report) -> None:
+def pools(result: BenchReport) -> None:
     """A line per store and page size: GB/s through us, and the share of memcpy and of the bare client."""
     table = new_table("store", "page", "put", "of memcpy", "of bare", "get", "of memcpy", "of bare", "checks/s", text=1)
     for row in result.results["rows"]:

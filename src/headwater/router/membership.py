@@ -15,7 +15,7 @@ from headwater.config.checks import is_loopback
 from headwater.core.node_key import NodeKey
 from headwater.disagg.heartbeat import Heartbeat
 from headwater.metrics import Metrics
-from headwater.router.nodes import Came, NodeRefused, NodeTable
+from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeTable
 from headwater.router.relay import Relay
 
 log: Final = logging.getLogger("headwater")
@@ -44,54 +44,56 @@ class Membership:
         if self._greetings:
             await asyncio.wait(self._greetings)
 
-    def heard(self, beat: Heartbeat) -> dict[str, Any]:
+    def heard(self, heartbeat: Heartbeat) -> dict[str, Any]:
         """Take in a heartbeat; what the node is told. Raises NodeRefused."""
         try:
-            self._require_reach(beat)
-            came = self._nodes.heard(beat, self.sweep())
+            self._require_reach(heartbeat)
+            came = self._nodes.heard(heartbeat, self.sweep())
         except NodeRefused as error:
-            self._metrics.event("node_refused", node=beat.node, why=str(error))
+            self._metrics.event("node_refused", node=heartbeat.node, why=str(error))
             raise
-        if came is not Came.KNOWN:
-            self._metrics.event("node_joined" if came is Came.NEW else "node_left", node=beat.node, role=beat.role)
-        if came is Came.NEW:
-            self._compare_clocks(beat)
-        if self._nodes.get(beat.node) is None:
-            self._relay.forget(beat.node)
+        if came is not HeartbeatKind.KNOWN:
+            self._metrics.event(
+                "node_joined" if came is HeartbeatKind.NEW else "node_left", node=heartbeat.node, role=heartbeat.role
+            )
+        if came is HeartbeatKind.NEW:
+            self._compare_clocks(heartbeat)
+        if self._nodes.get(heartbeat.node) is None:
+            self._relay.forget(heartbeat.node)
         else:
-            task = asyncio.create_task(self._greet(beat), name=f"greeting {beat.node}")
+            task = asyncio.create_task(self._greet(heartbeat), name=f"greeting {heartbeat.node}")
             self._greetings.add(task)
             task.add_done_callback(self._greetings.discard)
         self._changed()
-        entry = self._nodes.get(beat.node)
-        return {"node": beat.node, "came": came, "draining": entry is not None and entry.draining}
+        entry = self._nodes.get(heartbeat.node)
+        return {"node": heartbeat.node, "came": came, "draining": entry is not None and entry.draining}
 
-    def _require_reach(self, beat: Heartbeat) -> None:
-        if self._node_key.own and not is_loopback(urlsplit(beat.url).hostname or ""):
+    def _require_reach(self, heartbeat: Heartbeat) -> None:
+        if self._node_key.own and not is_loopback(urlsplit(heartbeat.url).hostname or ""):
             raise NodeRefused(
-                f"this router was given no node key, so it takes nodes on loopback only, and none at {beat.url}: start "
+                f"this router was given no node key, so it takes nodes on loopback only, and none at {heartbeat.url}: start "
                 "all of them with --node-key-file"
             )
 
-    def _compare_clocks(self, beat: Heartbeat) -> None:
+    def _compare_clocks(self, heartbeat: Heartbeat) -> None:
         """Tickets expire by the wall clock, so who reads them must have the same time as who made them, or nearly."""
-        ahead_s = 0.0 if beat.clock_s is None else beat.clock_s - time.time()
+        ahead_s = 0.0 if heartbeat.clock_s is None else heartbeat.clock_s - time.time()
         if abs(ahead_s) > _CLOCKS_S:
             how = "ahead of" if ahead_s > 0 else "behind"
-            log.warning("the clock of %s is %.0f s %s this router's: set both", beat.node, abs(ahead_s), how)
-            self._metrics.event("clock_differs", node=beat.node, ahead_s=ahead_s)
+            log.warning("the clock of %s is %.0f s %s this router's: set both", heartbeat.node, abs(ahead_s), how)
+            self._metrics.event("clock_differs", node=heartbeat.node, ahead_s=ahead_s)
 
-    async def _greet(self, beat: Heartbeat) -> None:
+    async def _greet(self, heartbeat: Heartbeat) -> None:
         """Have a node prove itself again before anybody waits for that."""
-        entry = self._nodes.get(beat.node)
-        if entry is None or entry.beat.url != beat.url:
+        entry = self._nodes.get(heartbeat.node)
+        if entry is None or entry.heartbeat.url != heartbeat.url:
             return
-        why = await self._relay.greet(beat.node, beat.url)
+        why = await self._relay.greet(heartbeat.node, heartbeat.url)
         if why is None:  # it says nothing either way
             return
         if why and not entry.doubted:  # once
             log.warning("%s", why)
-            self._metrics.event("node_unproven", node=beat.node, why=why)
+            self._metrics.event("node_unproven", node=heartbeat.node, why=why)
         entry.doubted = bool(why)
 
     def drain(self, node: str, *, draining: bool) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class NodeCall:
     stream: bool = False  # events are wanted
 
 
-class Heard:
+class RelayedAnswer:
     """An answer that has begun, with status 200."""
 
     def __init__(self, call: NodeCall, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
@@ -167,7 +167,7 @@ class Relay:
         return self._clients[secure]
 
     @asynccontextmanager
-    async def exchange(self, call: NodeCall) -> AsyncIterator[Heard]:
+    async def exchange(self, call: NodeCall) -> AsyncIterator[RelayedAnswer]:
         """Send, and wait for an answer that begins with 200. Raises Unanswered, now or while it is read."""
         watch: _Watch | None = None
         try:
@@ -179,7 +179,7 @@ class Relay:
                         if response.status_code != 200:
                             with watch:
                                 raise judge(call.node, response.status_code, await _read_error(response))
-                        yield Heard(call, response, watch, limit_bytes=self._limit_bytes)
+                        yield RelayedAnswer(call, response, watch, limit_bytes=self._limit_bytes)
                     finally:
                         await response.aclose()
         except TimeoutError:

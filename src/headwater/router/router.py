@@ -94,7 +94,7 @@ from headwater.core.role import Role
 from headwater.disagg.events import event_of
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
-from headwater.router.choice import Candidate, Choice, choose_decode, choose_entry
+from headwater.router.choice import Candidate, NodeChoice, choose_decode, choose_entry
 from headwater.router.lookup import Looker, Lookup
 from headwater.router.membership import Membership
 from headwater.router.nodes import NodeSlot, NodeTable
@@ -244,13 +244,13 @@ class Router:
         routed.add("queue", asyncio.get_running_loop().time() - routed.began_s)
         ticket: Mapping[str, Any] | None = None
         while True:
-            candidate, visit = await self._next(routed, with_ticket=ticket is not None)
+            candidate, slot = await self._next(routed, with_ticket=ticket is not None)
             try:
                 if candidate.role is Role.PREFILL:
-                    ticket = await self._asker.prefill(routed, visit)
+                    ticket = await self._asker.prefill(routed, slot)
                 else:
                     with_ticket = ticket if candidate.role is Role.DECODE else None
-                    await self._asker.answer(routed, visit, with_ticket, client)
+                    await self._asker.answer(routed, slot, with_ticket, client)
                     return
             except Unanswered as trouble:
                 if self._must_prefill(routed, candidate, trouble):
@@ -329,7 +329,7 @@ class Router:
             code="no_room" if left_out else "no_node",
         )
 
-    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> Choice:
+    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> NodeChoice:
         facts = self.nodes.facts(self.membership.sweep())
         if with_ticket:
             return choose_decode(facts, routed.size, routed.held, turn=self._turns[True], failed=routed.failed)
@@ -337,18 +337,18 @@ class Router:
             facts, routed.size, routed.held, turn=self._turns[False], promised=self._num_promised, failed=routed.failed
         )
 
-    def _take(self, routed: RoutedRequest, choice: Choice) -> _Taken | None:
+    def _take(self, routed: RoutedRequest, choice: NodeChoice) -> _Taken | None:
         """The first of a choice that takes a request."""
         now_s = asyncio.get_running_loop().time()
         for one in choice.candidates:
             held = 0 if routed.held is None else routed.held.at(one.node)
             tokens = 0 if one.role is Role.DECODE else max(0, routed.size.prompt - held)
-            visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
-            if visit is not None:
+            slot = self.nodes.take_slot(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
+            if slot is not None:
                 self._promise(routed, self._num_slots(routed) if one.role is Role.PREFILL else 0)
                 routed.decided(choice, one)
                 self.metrics.count("router_choices_total", role=one.role, how=choice.how)
-                return one, visit
+                return one, slot
         return None
 
     def _num_slots(self, routed: RoutedRequest) -> int:

@@ -27,9 +27,9 @@ from headwater.core.errors import HeadwaterError
 from headwater.disagg.outcome import Missing
 from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
-from headwater.engine.request import Finish, Output, Phase, Request, Sampling, Sending, Taking, Usage
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sampling, Sending, Taking, Usage
 from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late, too_slow
-from headwater.serve.transcript import Piece, Transcript
+from headwater.serve.transcript import TextPiece, Transcript
 
 MAX_UNREAD: Final = 1 << 18  # outputs and alternatives that lie in all answers of a server: some 50 MB
 
@@ -56,15 +56,15 @@ class Choice:
         """Whether it is the first to its prompt."""
         return self.request.after is None
 
-    def take(self, output: Output) -> Piece:
+    def take(self, output: Output) -> TextPiece:
         """More of its text."""
         piece = self.transcript.push(output.tokens, output.logprobs)
         if output.finish is not None:
             rest = self.transcript.finish()
-            piece = Piece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
+            piece = TextPiece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
             self.finish_reason = str(Finish.STOP if self.transcript.stopped else output.finish)
         if self.echo and (piece or output.finish is not None):
-            piece, self.echo = Piece(self.echo + piece.text, piece.likelihoods), ""
+            piece, self.echo = TextPiece(self.echo + piece.text, piece.likelihoods), ""
         return piece
 
 
@@ -188,13 +188,13 @@ class Answer:
         """Whether it waits for the pool, and still has time to: then nothing needs to get done for it here."""
         now_s = time.monotonic()
         return any(
-            choice.request.phase in (Phase.FETCHING, Phase.SENDING)
+            choice.request.phase in (RequestPhase.FETCHING, RequestPhase.SENDING)
             and choice.handoff is not None
             and now_s < choice.handoff.until_s
             for choice in self.choices
         )
 
-    async def next(self) -> tuple[Choice, Piece] | None:
+    async def next(self) -> tuple[Choice, TextPiece] | None:
         """More of a choice, or that it is over (it has a finish_reason then); None when all are.
 
         Raises ApiError if there is no answer, or no more of it in time; ClientLeft.
@@ -205,7 +205,7 @@ class Answer:
             self.error = error
             raise
 
-    async def _next(self) -> tuple[Choice, Piece] | None:
+    async def _next(self) -> tuple[Choice, TextPiece] | None:
         while self._num_over < len(self.choices):
             if self._client_left:  # what lies here is for nobody
                 raise ClientLeft("the client went away")

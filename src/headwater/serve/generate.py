@@ -19,7 +19,7 @@ from headwater.serve.logprobs import token_id
 from headwater.serve.openai import Api, Head, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
-from headwater.serve.transcript import Piece
+from headwater.serve.transcript import TextPiece
 from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
 try:
@@ -110,7 +110,7 @@ class Reply:
         answer, head, asked = self._answer, self._head, self._asked
         silent = set(range(len(answer.choices)))  # choices of which nothing was said yet
 
-        async def event(index: int, piece: Piece, finish_reason: str | None = None) -> None:
+        async def event(index: int, piece: TextPiece, finish_reason: str | None = None) -> None:
             choice = self._api.delta(index, piece, finish_reason, self._name, first=index in silent)
             silent.discard(index)
             await _send_event(send, head.document(self._api.part, [choice], **self._usage_so_far()))
@@ -124,7 +124,7 @@ class Reply:
                 if piece:
                     await event(choice.index, piece)
                 if choice.finish_reason is not None:
-                    await event(choice.index, Piece(), choice.finish_reason)
+                    await event(choice.index, TextPiece(), choice.finish_reason)
                 more = await answer.next()
             if asked.include_usage:
                 await _send_event(send, head.document(self._api.part, [], usage=self._usage()))

@@ -21,7 +21,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Text that is certain, with the log-probabilities of the tokens that begin in it, if wanted."""
 
     text: str = ""
@@ -49,7 +49,7 @@ class Transcript:
         self._held = ""  # behind it the beginning of a stop string, perhaps
         self._waiting: list[Likelihood] = []  # of tokens that begin in either or behind it
 
-    def push(self, tokens: Sequence[int], told: Sequence[TokenLogprob] = ()) -> Piece:
+    def push(self, tokens: Sequence[int], told: Sequence[TokenLogprob] = ()) -> TextPiece:
         """Add tokens; return what is certain now. After a stop string there is nothing."""
         for i, token in enumerate(tokens):
             if self.stopped:
@@ -66,7 +66,7 @@ class Transcript:
                 self._look()
         return self._give(len(self._held) if self.stopped else len(self._held) - self._num_suspicious())
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextPiece:
         """The rest, when no more tokens come."""
         if not self.stopped:
             self._held += self._detokenizer.finish()
@@ -89,9 +89,9 @@ class Transcript:
                 return length
         return 0
 
-    def _give(self, length: int, *, last: bool = False) -> Piece:
+    def _give(self, length: int, *, last: bool = False) -> TextPiece:
         text, self._free, self._held = self._free + self._held[:length], "", self._held[length:]
         self._num_given += len(text)
         ready = [one for one in self._waiting if last or one.offset < self._num_given]
         self._waiting = self._waiting[len(ready) :]
-        return Piece(text, tuple(ready))
+        return TextPiece(text, tuple(ready))

@@ -13,7 +13,7 @@ from headwater.serve import errors
 from headwater.serve.answer import Choice
 from headwater.serve.logprobs import NameToken
 from headwater.serve.openai import Api, Head, Said, dump
-from headwater.serve.transcript import Piece
+from headwater.serve.transcript import TextPiece
 
 MAX_ANSWER_BYTES: Final = 32 << 20  # less than a router holds (`max_answer_bytes`)
 
@@ -28,7 +28,7 @@ class WholeAnswer:
         self._left_bytes = max_bytes
         self._max_bytes = max_bytes
 
-    def add(self, index: int, piece: Piece, name: NameToken) -> None:
+    def add(self, index: int, piece: TextPiece, name: NameToken) -> None:
         """More of a choice; `name` says what a token is called. Raises ApiError if that is too much."""
         told = self._api.logprobs(piece.likelihoods, name)
         self._left_bytes -= self._said[index].add(piece.text, told)

@@ -7,26 +7,18 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from headwater.core.page import PageName
-from headwater.storage.base import (
-    Addressable,
-    Deadline,
-    DeleteStatus,
-    GetStatus,
-    Glancing,
-    PutStatus,
-    Registering,
-    Store,
-)
+from headwater.core.results import Status
+from headwater.storage.base import Addressable, CachedNames, Deadline, Registering, Store
 
 _CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
-_WAYS: Final = frozenset({"addressable", "glancing"})
+_WAYS: Final = frozenset({"addressable", "cached_names"})
 
 
 class WrapperStore(Store):
     """Passes everything on, and with it all that the store inside can do besides.
 
-    A subclass that changes a call must say what becomes of the ways past it, in place and at a glance: it overrides
-    `addressable` and `glancing`, or is an OpaqueStore. One that does not is refused where it is defined.
+    A subclass that changes a call must say what becomes of the ways past it, in place and from memory: it overrides
+    `addressable` and `cached_names`, or is an OpaqueStore. One that does not is refused where it is defined.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,19 +51,19 @@ class WrapperStore(Store):
         """As the store inside, unless it is so itself."""
         return super().addressable() or self.store.addressable()
 
-    def glancing(self) -> Glancing | None:
+    def cached_names(self) -> CachedNames | None:
         """As the store inside, unless it is so itself."""
-        return super().glancing() or self.store.glancing()
+        return super().cached_names() or self.store.cached_names()
 
     def registering(self) -> Registering | None:
         """As the store inside, unless it is so itself."""
         return super().registering() or self.store.registering()
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.get_into(pages, deadline=deadline)
 
@@ -79,7 +71,7 @@ class WrapperStore(Store):
         """Pass on."""
         return self.store.contains(names, deadline=deadline)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.delete(names, deadline=deadline)
 
@@ -89,12 +81,12 @@ class WrapperStore(Store):
 
 
 class OpaqueStore(WrapperStore):
-    """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every look by `contains`."""
+    """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every question by `contains`."""
 
     def addressable(self) -> Addressable | None:
         """None, unless it is so itself: what is copied in place in the store inside does not come by here."""
         return Store.addressable(self)
 
-    def glancing(self) -> Glancing | None:
+    def cached_names(self) -> CachedNames | None:
         """None, unless it is so itself: who looks asks here."""
-        return Store.glancing(self)
+        return Store.cached_names(self)

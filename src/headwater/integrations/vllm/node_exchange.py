@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from headwater.core.errors import NotInstalled
 from headwater.integrations.vllm.client import VllmGone
-from headwater.integrations.vllm.node_reading import Work
+from headwater.integrations.vllm.node_reading import VllmWork
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
 from headwater.serve.middleware import request_id, until_s
@@ -29,12 +29,12 @@ BODY_BYTES: Final = 24 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NodeRequest:
     """A request, with its body read."""
 
     http: Request
-    work: Work
-    send: "Sending"
+    work: VllmWork
+    send: "NodeSending"
     left_s: float
 
     @property
@@ -43,7 +43,7 @@ class Asked:
         return request_id(self.http.scope)
 
 
-class Sending:
+class NodeSending:
     """The way to whoever asked, and whether anything went there."""
 
     def __init__(self, send: Send) -> None:
@@ -56,7 +56,7 @@ class Sending:
         await self._send(message)
 
 
-Handle: TypeAlias = Callable[[Asked], Coroutine[Any, Any, None]]
+Handle: TypeAlias = Callable[[NodeRequest], Coroutine[Any, Any, None]]
 
 
 class Exchange:
@@ -69,15 +69,15 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        node, http, sending = self._node, Request(scope, receive), Sending(send)
+        node, http, sending = self._node, Request(scope, receive), NodeSending(send)
         node.require_room()
         async with node.bodies.body_of(http, BODY_BYTES) as data:  # held for as long as vLLM may want it
             work = await node.readers.read(self._what, data, num_bytes=len(data), until_s=until_s(http))
             del data
             async with node.inside(http, work.num_answers) as left_s:
-                await self._exchange(Asked(http, work, sending, left_s), receive)
+                await self._exchange(NodeRequest(http, work, sending, left_s), receive)
 
-    async def _exchange(self, asked: Asked, receive: Receive) -> None:
+    async def _exchange(self, asked: NodeRequest, receive: Receive) -> None:
         work = asyncio.create_task(self._handle(asked))
         leaving = asyncio.create_task(_until_gone(receive))
         try:

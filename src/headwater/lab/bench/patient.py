@@ -20,7 +20,7 @@ def patient_tier(name: str, wait_s: float) -> TierConfig:
     """A tier whose calls have so many seconds, and whose queue takes everything."""
     return TierConfig(
         name=name,
-        look_timeout_s=wait_s,
+        probe_timeout_s=wait_s,
         load_timeout_s=wait_s,
         save_timeout_s=wait_s,
         max_queued_bytes=1 << 40,

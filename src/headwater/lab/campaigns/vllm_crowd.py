@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headwater.lab.verify.vllm_worker import Proven, Stage, worker_side
+from headwater.lab.verify.vllm_worker import EngineStage, Proven, worker_side
 
 _PREFIXES, _LONGEST = 120, 12  # prefixes, and their blocks at most
 _AGAIN: Final = 0.25  # of the requests are ones of the last
@@ -23,7 +23,7 @@ _HUNG_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MixedRequest:
     """One request. `abort_after`: so many steps after it came; 0: never."""
 
     prompt: list[int]
@@ -31,7 +31,7 @@ class Asked:
     abort_after: int
 
 
-def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
+def requests_of(seed: int, number: int, block_tokens: int) -> list[MixedRequest]:
     """The requests of a campaign, the same in all processes."""
     chance = random.Random(seed)
 
@@ -39,7 +39,7 @@ def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
         return [chance.randrange(3, 256) for _ in range(number)]
 
     prefixes = [tokens(chance.randint(1, _LONGEST) * block_tokens) for _ in range(_PREFIXES)]
-    found: list[Asked] = []
+    found: list[MixedRequest] = []
     for at in range(number):
         grows = at // _TOGETHER % _GROUPS == 1  # together they need more blocks than there are
         if found and not grows and chance.random() < _AGAIN:
@@ -49,17 +49,17 @@ def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
             kept = 0 if grows else chance.randint(0, len(prefix) // block_tokens) * block_tokens
             prompt = prefix[:kept] + tokens(chance.randint(1, 2 * block_tokens))
         aborts = chance.randint(1, 2 * _SHORT) if chance.random() < _ABORTED else 0
-        found.append(Asked(prompt, _LONG if grows else chance.randint(1, _SHORT), aborts))
+        found.append(MixedRequest(prompt, _LONG if grows else chance.randint(1, _SHORT), aborts))
     return found
 
 
-class Crowded(Stage):
+class Crowded(EngineStage):
     """What the worker serves: an engine that is asked for all of them."""
 
     def begin(self, seed: int, number: int) -> dict[str, Any]:
         """Before the first round."""
         here = self._here
-        self._course = _Course(here, requests_of(seed, number, here.facts["block_tokens"]), random.Random(seed))
+        self._course = _MixedCourse(here, requests_of(seed, number, here.facts["block_tokens"]), random.Random(seed))
         self._before = here.counted()
         return {"begun": True}
 
@@ -92,10 +92,10 @@ class Crowded(Stage):
         }
 
 
-class _Course:
+class _MixedCourse:
     """Requests that come, run, are aborted, end."""
 
-    def __init__(self, engine: Proven, asked: Sequence[Asked], chance: random.Random) -> None:
+    def __init__(self, engine: Proven, asked: Sequence[MixedRequest], chance: random.Random) -> None:
         self._engine = engine
         self._asked = asked
         self._chance = chance

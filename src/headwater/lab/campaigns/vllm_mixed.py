@@ -26,9 +26,9 @@ from typing import Any, Final
 
 from headwater.engine.make_model import make_model
 from headwater.lab.bench import vllm_worker
-from headwater.lab.bench.vllm_client import Worker, engine_settings, worker_command
-from headwater.lab.campaigns.vllm_crowd import WIDTHS, Asked, Crowded, requests_of
-from headwater.lab.verify.vllm_scene import Kind, Places, Scene, kinds_of
+from headwater.lab.bench.vllm_client import EngineProcess, engine_settings, worker_command
+from headwater.lab.campaigns.vllm_crowd import WIDTHS, Crowded, MixedRequest, requests_of
+from headwater.lab.verify.vllm_scene import ModelKind, Places, VllmScene, kinds_of
 from headwater.storage.scratch import disk_root, memory_root
 
 _MODULE: Final = "headwater.lab.campaigns.vllm_mixed"
@@ -45,7 +45,7 @@ _EVICTED: Final = "headwater local_evicted_pages_total"
 
 
 @dataclass
-class Report:
+class MixedReport:
     """What the campaign saw. `ok` is the verdict."""
 
     device: str
@@ -76,14 +76,14 @@ class Report:
         )
 
 
-class Campaign:
+class MixedCampaign:
     """Two engines, which are asked the same at once."""
 
-    def __init__(self, root: Path, memory: Path, report: Report, *, python: str) -> None:
+    def __init__(self, root: Path, memory: Path, report: MixedReport, *, python: str) -> None:
         self._root = root
         self._report = report
         self._python = python
-        self._kind: Kind = kinds_of(report.device)["gqa"]
+        self._kind: ModelKind = kinds_of(report.device)["gqa"]
         self._places = Places(host=memory / "host", disk=root / "disk", pool="")
         make_model(self._kind.family, root / "model", overrides=self._kind.overrides)
 
@@ -132,7 +132,7 @@ class Campaign:
             if answer != wanted:
                 yield at, answer
 
-    def _ask_again(self, alone: Worker, unlike: Sequence[tuple[int, list[int]]]) -> None:
+    def _ask_again(self, alone: EngineProcess, unlike: Sequence[tuple[int, list[int]]]) -> None:
         """Whether vLLM alone ever gives these answers."""
         report = self._report
         asked = requests_of(report.seed, report.requests, self._kind.block_tokens)
@@ -142,7 +142,7 @@ class Campaign:
             report.given_by_vllm_too += given
             report.unequal += not given
 
-    def _ways(self, alone: Worker, one: Asked, asked: Sequence[Asked]) -> Iterator[list[int]]:
+    def _ways(self, alone: EngineProcess, one: MixedRequest, asked: Sequence[MixedRequest]) -> Iterator[list[int]]:
         """What vLLM alone answers, with so many blocks in its own cache, and in so much company."""
         chance, size = random.Random(self._report.seed), self._kind.block_tokens
         for num_blocks in range((len(one.prompt) - 1) // size + 1):
@@ -154,7 +154,7 @@ class Campaign:
                 alone.ask("settle", timeout_s=_UP_S)
 
     @staticmethod
-    def _ask(worker: Worker, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def _ask(worker: EngineProcess, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         said = worker.ask("ask", timeout_s=_UP_S, prompts=prompts, max_tokens=max_tokens, give_up_s=_UP_S)
         tokens: list[list[int]] = said["tokens"]
         return tokens
@@ -163,11 +163,11 @@ class Campaign:
 class _Open:
     """A worker with an engine."""
 
-    def __init__(self, campaign: Campaign, tiers: tuple[str, ...]) -> None:
+    def __init__(self, campaign: MixedCampaign, tiers: tuple[str, ...]) -> None:
         settings = engine_settings(campaign._report.device) | {"TRITON_F32_DEFAULT": "ieee"}  # or it has ten bits
         command = worker_command(campaign._python, (), {}, module=_MODULE)
-        self._worker = Worker("vLLM", command, settings=settings, log=campaign._root / f"vllm-{len(tiers)}.log")
-        self._scene = Scene(
+        self._worker = EngineProcess("vLLM", command, settings=settings, log=campaign._root / f"vllm-{len(tiers)}.log")
+        self._scene = VllmScene(
             self._worker,
             campaign._kind,
             campaign._places,
@@ -178,7 +178,7 @@ class _Open:
         )
         self._tiers = tiers
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> EngineProcess:
         self._worker.wait_up(_UP_S)
         self._scene.open(*self._tiers, options={"num_gpu_blocks_override": _BLOCKS, "max_num_seqs": max(WIDTHS)})
         return self._worker
@@ -221,7 +221,7 @@ def command() -> None:
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    report = Report(options.device, options.requests, options.seed)
+    report = MixedReport(options.device, options.requests, options.seed)
 
     def tell(what: str) -> None:
         sys.stderr.write(f"{what}\n")
@@ -231,7 +231,7 @@ def command() -> None:
         tempfile.TemporaryDirectory(prefix="headwater-mixed-", dir=memory_root(2 * _HOST_BYTES)) as memory,
     ):
         try:
-            Campaign(Path(root), Path(memory), report, python=options.python).run(options.seconds, tell)
+            MixedCampaign(Path(root), Path(memory), report, python=options.python).run(options.seconds, tell)
         except BaseException:
             for log in sorted(Path(root).glob("vllm-*.log")):
                 tell(log.read_text(errors="replace")[-3000:])

@@ -16,7 +16,7 @@ LOOK_S: Final = 0.005
 _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class Stage:
+class ForkServer:
     """What all processes are forked from. As a context: there, and gone with all of them at its end."""
 
     def __init__(self, directory: Path) -> None:

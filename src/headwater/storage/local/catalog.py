@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
 from headwater.policy import Policy
-from headwater.storage.base import Clock, Deadline, PutStatus
+from headwater.storage.base import Clock, Deadline
 from headwater.storage.local.follower import Follower
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.locks import MAX_OWNERS
@@ -295,7 +296,7 @@ class Catalog:
 
     def publish(
         self, written: Sequence[tuple[Slot, PageMeta, int]], owner: int, *, used_s: Sequence[float] | None = None
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         """Make reserved slots LIVE, in order: (slot, page, frame bytes).
 
         FAILED for one that is no longer this owner's; EXISTS and NO_PARENT leave the slot reserved. `used_s`: when each
@@ -307,22 +308,22 @@ class Catalog:
         rows, ours = self._reserved(slots, owner)
         sizes = np.array([*map(sectors, lengths)], np.uint64)
         fits = (ours & (rows["slot_bytes"] == sizes)).tolist()
-        statuses: list[PutStatus] = []
+        statuses: list[Status] = []
         fresh: set[PageName] = set()
         for meta, is_fit in zip(metas, fits, strict=True):
             name = meta.name
-            status = PutStatus.STORED
+            status = Status.STORED
             if name in places or name in fresh:
-                status = PutStatus.EXISTS
+                status = Status.EXISTS
             elif meta.depth and (parent := meta.parent_name) not in fresh and parent not in places:
-                status = PutStatus.NO_PARENT
+                status = Status.NO_PARENT
             elif not is_fit:
-                status = PutStatus.FAILED
+                status = Status.FAILED
             else:
                 fresh.add(name)
             statuses.append(status)
         if fresh:
-            is_new = [status is PutStatus.STORED for status in statuses]
+            is_new = [status is Status.STORED for status in statuses]
             self._publish(
                 list(compress(slots, is_new)),
                 list(compress(metas, is_new)),

@@ -13,7 +13,7 @@ from headwater.storage.base import Deadline
 from headwater.storage.local.mirror import Draft, Mirror, PageRow, Place
 from headwater.storage.local.recency import Recency
 from headwater.storage.local.records import RecordState, in_state
-from headwater.storage.local.table import Survey, Table, changed_extent
+from headwater.storage.local.table import ExtentSurvey, Table, changed_extent
 
 _FEW_CHANGES: Final = 1024  # that are followed one by one; more, if the index is large
 _LOOK_CHANGES: Final = 64  # that are followed between two looks at the clock
@@ -108,7 +108,7 @@ class Follower:
         self._draft = self._recovery = None
         self.mirror.take(draft)
 
-    def survey(self) -> dict[int, Survey]:
+    def survey(self) -> dict[int, ExtentSurvey]:
         """What the slots of each extent hold, whatever time that takes."""
         return {
             extent: self.table.survey(extent, slot_bytes, self._recency.seen_s)
@@ -119,7 +119,7 @@ class Follower:
         """A draft of everything, whatever time that takes."""
         return self.drafted(self.survey())
 
-    def drafted(self, found: dict[int, Survey]) -> Draft:
+    def drafted(self, found: dict[int, ExtentSurvey]) -> Draft:
         """A draft of what was surveyed."""
         draft = Draft(0, {extent: one.slot_bytes for extent, one in found.items()})
         for one in found.values():

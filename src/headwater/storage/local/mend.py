@@ -12,8 +12,8 @@ from itertools import compress
 import numpy as np
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Header
-from headwater.storage.base import PutStatus
 from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.mirror import PageRow, Place, Slot
@@ -73,7 +73,7 @@ def _adopt(
         0,
         used_s=[min(catalog.recency.seen_s, header.sealed_at_ms / 1000) for header, _ in found],
     )
-    stored = [status is PutStatus.STORED for status in statuses]
+    stored = [status is Status.STORED for status in statuses]
     held = list(compress(numbers, stored))
     catalog.free(
         [

@@ -15,7 +15,7 @@ from headwater.layout.frame import PageMeta
 from headwater.policy import BlockFacts, History, Policy
 from headwater.storage.base import Clock
 from headwater.storage.local.mirror import Mirror, Place
-from headwater.storage.local.records import RecordState, Use, in_state, use_rows
+from headwater.storage.local.records import PageUse, RecordState, in_state, use_rows
 from headwater.storage.local.table import Table
 
 _TOUCHES_KEPT: Final = 1024
@@ -100,7 +100,11 @@ class Recency:
         if not self.policy.by_recency:
             for i, name in enumerate(names):
                 used_s = float(uses["used_s"][i])
-                use = Use(float(before["used_s"][i]), 0.0, int(before["hits"][i])) if known[i] else Use(used_s, 0.0, 0)
+                use = (
+                    PageUse(float(before["used_s"][i]), 0.0, int(before["hits"][i]))
+                    if known[i]
+                    else PageUse(used_s, 0.0, 0)
+                )
                 facts = self._of_reads(name, rows[i], use, used_s, int(reads[at[i]]))
                 uses["priority"][i], uses["hits"][i] = self.policy.priority(facts), facts.hits
         self.table.set_uses(numbers, uses)
@@ -120,7 +124,7 @@ class Recency:
             for name in names:
                 self._history.evicted(name)
 
-    def _of_reads(self, name: PageName, row: np.void, before: Use, used_s: float, reads: int) -> BlockFacts:
+    def _of_reads(self, name: PageName, row: np.void, before: PageUse, used_s: float, reads: int) -> BlockFacts:
         depth, num_bytes = int(row["depth"]), int(row["num_bytes"])
         if self._history is None:
             return BlockFacts(used_s=used_s, hits=before.hits + reads, depth=depth, num_bytes=num_bytes)
@@ -135,7 +139,7 @@ class Recency:
         )
 
 
-def _in_time(use: Use, now_s: float) -> Use:
+def _in_time(use: PageUse, now_s: float) -> PageUse:
     """A use that is not ahead of the clock. What it is worth besides its recency, it keeps."""
     ahead_s = use.used_s - now_s
-    return use if ahead_s <= 0 else Use(now_s, use.priority - ahead_s, use.hits)
+    return use if ahead_s <= 0 else PageUse(now_s, use.priority - ahead_s, use.hits)

@@ -65,7 +65,7 @@ class Record(NamedTuple):
     expires_ms: int = 0
 
 
-class Use(NamedTuple):
+class PageUse(NamedTuple):
     """When a page was used last, how often after it was stored, and its priority then."""
 
     used_s: float

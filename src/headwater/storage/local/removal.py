@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.policy import LeafOrder
-from headwater.storage.base import DeleteStatus
 from headwater.storage.local.allocator import STEP_PAGES
 from headwater.storage.local.attachment import Attachment
 
@@ -36,10 +36,10 @@ class Removal:
         self._at.catalog.remove(batch, self._at.owner)
         return bool(batch)
 
-    def results(self) -> list[DeleteStatus]:
+    def results(self) -> list[Status]:
         """What became of each page that was to go."""
         held = self._at.catalog.mirror.has_all(self._names)
         return [
-            DeleteStatus.ABSENT if not was else DeleteStatus.LATE if is_ else DeleteStatus.REMOVED
+            Status.ABSENT if not was else Status.LATE if is_ else Status.REMOVED
             for was, is_ in zip(self._there, held, strict=True)
         ]

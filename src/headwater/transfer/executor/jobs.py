@@ -1,4 +1,4 @@
-"""What the hands do for each sort of job, step by step: look, load, save, promote. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in the threads of `worker.py`.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
@@ -17,11 +17,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Failure, Job, Load, Look, Promote, Save
+from headwater.core.events import Job, Load, Probe, Promote, Save
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, GetStatus, PutStatus
+from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
@@ -94,29 +95,29 @@ class JobRunner:
         The results of a job that ended meanwhile mean nothing.
         """
         order = job.order
-        if isinstance(order, Look):
-            return self._look(job, order)
+        if isinstance(order, Probe):
+            return self._probe(job, order)
         if isinstance(order, Load):
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
         if isinstance(order, Promote):
             return self._promote(job, order)
-        raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
+        raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def glance(self, order: Look) -> tuple[str, ...] | None:
+    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
         """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
-        store = self._tiers[order.store].store.glancing()
+        store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
         names = self._naming.names(order.keys)
 
-        def glance() -> list[bool] | None:
-            found = store.glance(names)
+        def contains_cached() -> list[bool] | None:
+            found = store.contains_cached(names)
             return None if found is None else list(found)
 
         try:
-            held = call(order.store, glance)
+            held = call(order.store, contains_cached)
             if held is None:
                 return None
             require(order.store, held, len(names), bool)
@@ -124,20 +125,20 @@ class JobRunner:
             return None  # whatever it is, asking will show it
         return _words(held)
 
-    def _look(self, job: JobState, order: Look) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[str]:
         held = self._contains(job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
-            raise JobTrouble(Failure.LATE, "the answer came after the deadline")
+            raise JobTrouble(Reason.LATE, "the answer came after the deadline")
         return list(_words(held))
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = self._naming.names(order.keys)
         if self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [GetStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         done = 0
         while done < len(names):
             with self._pages(job, len(names) - done) as pages:
@@ -148,25 +149,25 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, GetStatus.FAILED)
+                    return fill(results, done, Status.FAILED)
                 num_hits = _leading_hits(got)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
                         if not may_copy:
                             break
                         self._staging.scatter(pages[:num_hits], order.slots[done : done + num_hits])
-            results[done : done + num_hits] = [GetStatus.HIT] * num_hits
+            results[done : done + num_hits] = [Status.HIT] * num_hits
             job.num_bytes += self._moved(order.store, "out", num_hits)
             done += num_hits
             if num_hits < len(got):
                 results[done] = got[num_hits]
-                return fill(results, done + 1, GetStatus.MISS)
+                return fill(results, done + 1, Status.MISS)
         return results
 
     def _save(self, job: JobState, order: Save) -> list[str]:
         self._courtesy.wait()
         there = self._contains(job, self._naming.names(order.keys))
-        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
@@ -191,18 +192,18 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED, todo)
+                    return fill(results, done, Status.FAILED, todo)
             for i, status in zip(slice_, statuses, strict=True):
                 results[i] = status
-            job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
+            job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
             done += len(slice_)
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT, todo)
+                return fill(results, done, Status.NO_PARENT, todo)
         return results
 
     def _promote(self, job: JobState, order: Promote) -> list[str]:
         names = self._naming.names(order.keys)
-        results: list[str] = [PutStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         target = self._tiers[order.target]
         done = 0
         while done < len(names):
@@ -219,16 +220,16 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED)
+                    return fill(results, done, Status.FAILED)
             results[done : done + num_hits] = statuses
             self._moved(order.store, "out", num_hits)
-            job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
+            job.num_bytes += self._moved(order.target, "in", statuses.count(Status.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT)
+                return fill(results, done, Status.NO_PARENT)
             if num_hits < len(got):
-                late = got[num_hits] is GetStatus.LATE
-                return fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
+                late = got[num_hits] is Status.LATE
+                return fill(results, done, Status.LATE if late else Status.FAILED)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -256,15 +257,15 @@ class JobRunner:
         require(job.order.store, held, len(names), bool)
         return held
 
-    def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
+    def _read(self, job: JobState, items: list[Item]) -> list[Status]:
         reader = self._tiers[job.order.store].reader
         got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), GetStatus)
+        require(job.order.store, got, len(items), Status)
         return got
 
     def _seal_and_put(
         self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         tier = self._tiers[job.order.store]
         unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
         now_ms = int(self._clock.time() * 1000)
@@ -276,14 +277,14 @@ class JobRunner:
                 )
             ),
         )
-        require(tier.name, statuses, len(unsealed), PutStatus)
+        require(tier.name, statuses, len(unsealed), Status)
         return statuses
 
-    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[PutStatus]:
+    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), PutStatus)
+        require(tier.name, statuses, len(items), Status)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -296,5 +297,5 @@ def _words(held: Sequence[bool]) -> tuple[str, ...]:
     return tuple(map(("absent", "held").__getitem__, held))
 
 
-def _leading_hits(got: Sequence[GetStatus]) -> int:
-    return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
+def _leading_hits(got: Sequence[Status]) -> int:
+    return sum(1 for _ in takewhile(lambda status: status is Status.HIT, got))
