@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.index.base import Hold
 
 
@@ -38,7 +38,7 @@ class JobRecord:
     pin: Hold | None = None  # of a Save: the blocks it reads
     copied: bool = False  # a Save that has read them
     slots: tuple[int, ...] = ()  # of a Load whose request left: not to be used before the job ends
-    results: tuple[str, ...] | None = None  # of a Load that ended before the one in front of it
+    results: tuple[Status, ...] | None = None  # of a Load that ended before the one in front of it
 
 
 @dataclass(slots=True, kw_only=True)

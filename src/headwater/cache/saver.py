@@ -16,9 +16,9 @@ from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.config.cache import SaveWhen
 from headwater.core.events import Cancel, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import PUT_HELD, Status
 from headwater.index.base import Hold, PrefixIndex, Victim
 
-_HELD: Final = frozenset({"stored", "exists"})
 _MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are saved on eviction
 
 
@@ -94,18 +94,18 @@ class Saver:
             self._jobs.tiers[job.store].num_pinning -= 1
             self._index.unpin(job.pin)
 
-    def ended(self, job: JobRecord, results: Sequence[str], request: RequestRecord | None, now_s: float) -> None:
+    def ended(self, job: JobRecord, results: Sequence[Status], request: RequestRecord | None, now_s: float) -> None:
         """A Save has ended: what is not held is not marked any more."""
         self.copied(job)
         pin = job.pin
-        first_bad = next((i for i, result in enumerate(results) if result not in _HELD), None)
+        first_bad = next((i for i, result in enumerate(results) if result not in PUT_HELD), None)
         if pin is None or first_bad is None:
             return
         bit = self._jobs.tiers[job.store].bit
         for result in results:
-            if result not in _HELD:
+            if result not in PUT_HELD:
                 self._accounts.add("dropped_blocks_total", 1, tier=job.store, reason=result)
-        lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
+        lost_path = results[first_bad] == Status.NO_PARENT and first_bad == 0 and job.start > 0
         start = 0 if lost_path else job.start + first_bad
         self._index.mark(pin, start, job.end, bit=bit, on=False)
         if request is not None:  # what was saved behind it meanwhile lacks its prefix there: to be written again, too

@@ -1,4 +1,4 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in `worker.py`'s threads.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Job, Load, Probe, Promote, Save
 from headwater.core.page import PageName
-from headwater.core.results import Reason, Status
+from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
@@ -89,7 +89,7 @@ class JobRunner:
             moved=self._moved,
         )
 
-    def run(self, job: JobState) -> list[str]:
+    def run(self, job: JobState) -> list[Status]:
         """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
 
         The results of a job that ended meanwhile mean nothing.
@@ -105,8 +105,8 @@ class JobRunner:
             return self._promote(job, order)
         raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
-        """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
+    def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
+        """A Probe's answer from memory; None: there is none, or the store raised. Does not block."""
         store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
@@ -120,25 +120,25 @@ class JobRunner:
             held = call(order.store, contains_cached)
             if held is None:
                 return None
-            require(order.store, held, len(names), bool)
+            require(order.store, held, len(names), None, bool)
         except StoreTrouble:
             return None  # whatever it is, asking will show it
-        return _words(held)
+        return _statuses(held)
 
-    def _probe(self, job: JobState, order: Probe) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[Status]:
         held = self._contains(job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
             raise JobTrouble(Reason.LATE, "the answer came after the deadline")
-        return list(_words(held))
+        return list(_statuses(held))
 
-    def _load(self, job: JobState, order: Load) -> list[str]:
+    def _load(self, job: JobState, order: Load) -> list[Status]:
         names = self._naming.names(order.keys)
         if self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         done = 0
         while done < len(names):
             with self._pages(job, len(names) - done) as pages:
@@ -164,10 +164,10 @@ class JobRunner:
                 return fill(results, done + 1, Status.MISS)
         return results
 
-    def _save(self, job: JobState, order: Save) -> list[str]:
+    def _save(self, job: JobState, order: Save) -> list[Status]:
         self._courtesy.wait()
         there = self._contains(job, self._naming.names(order.keys))
-        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
@@ -201,9 +201,9 @@ class JobRunner:
                 return fill(results, done, Status.NO_PARENT, todo)
         return results
 
-    def _promote(self, job: JobState, order: Promote) -> list[str]:
+    def _promote(self, job: JobState, order: Promote) -> list[Status]:
         names = self._naming.names(order.keys)
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         target = self._tiers[order.target]
         done = 0
         while done < len(names):
@@ -254,13 +254,13 @@ class JobRunner:
     def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
         store = self._tiers[job.order.store].store
         held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        require(job.order.store, held, len(names), bool)
+        require(job.order.store, held, len(names), None, bool)
         return held
 
     def _read(self, job: JobState, items: list[Item]) -> list[Status]:
         reader = self._tiers[job.order.store].reader
         got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), Status)
+        require(job.order.store, got, len(items), GET_ANSWERS)
         return got
 
     def _seal_and_put(
@@ -277,14 +277,14 @@ class JobRunner:
                 )
             ),
         )
-        require(tier.name, statuses, len(unsealed), Status)
+        require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
         return statuses
 
     def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), Status)
+        require(tier.name, statuses, len(items), PUT_ANSWERS)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -293,8 +293,8 @@ class JobRunner:
         return num_bytes
 
 
-def _words(held: Sequence[bool]) -> tuple[str, ...]:
-    return tuple(map(("absent", "held").__getitem__, held))
+def _statuses(held: Sequence[bool]) -> tuple[Status, ...]:
+    return tuple(map((Status.ABSENT, Status.HELD).__getitem__, held))
 
 
 def _leading_hits(got: Sequence[Status]) -> int:

@@ -1,9 +1,9 @@
-"""A queue: the jobs that wait for one store, in the order they shall begin, and the count of the threads that take them.
+"""StoreQueue: the jobs that wait for one store, in the order they shall begin, and the count of threads that take them.
 
-Probes and loads come first, because somebody waits for them, then promotions, then saves; within a sort, who came first.
-Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a store
-that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the ledger's
-lock guards everything here.
+Probes and loads come first, because somebody waits for them, then promotions, then saves; within a sort, who came
+first. Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a
+store that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the
+ledger's lock guards everything here.
 
 Invariants: a job is queued, or at one thread, or over. `num_able` threads can take jobs or are at one; `num_stuck` more
 are in calls that do not return, and count again when they are back.

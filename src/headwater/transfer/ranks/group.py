@@ -1,7 +1,8 @@
 """Ranks: the executor of a tensor-parallel group. Looks like one worker; has one for each page that each rank holds.
 
-A job goes to every rank that has a part in it, and ends with one event: what all of them did (`group_result.py`), or who did
-not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the deadline.
+A job goes to every rank that has a part in it, and ends with one event: what all of them did (`group_result.py`), or
+who did not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the
+deadline.
 
     Load              every rank, every page of its own
     Probe, Promote    each distinct page once, by whoever holds it, in turns
@@ -15,8 +16,8 @@ Invariants:
   copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
-  allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
-  all, it is up again.
+  allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers
+  after all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
 Takes no decision about blocks. Not here: the link to another process (`ranks/link.py`), pages and stores (`worker.py`).
@@ -45,7 +46,7 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
@@ -166,7 +167,7 @@ class Ranks:
         with self._ledger.changed:
             return self._ledger.changed.wait_for(lambda: self._quiet, timeout_s)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """Nobody knows from memory what all ranks have: they are asked."""
         return None
 
@@ -211,7 +212,7 @@ class Ranks:
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Cancel every job and close the executor of every member; idempotent. Blocks until they ended, or time was over.
+        """Cancel every job and close every member's executor; idempotent. Blocks until they ended, or time was over.
 
         Every job's event was delivered when it returns True. After False a rank may still be at work.
         """
@@ -376,7 +377,7 @@ class Ranks:
         self._cancel(job)
 
     def _lose(self, job: GroupJob) -> None:
-        """Ranks that were cancelled do not even say so. Those that may be killed are; a job of theirs ends with them."""
+        """Ranks that were cancelled do not even say so. Those that may be killed are; their job ends with them."""
         why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
         killed = []
         for at in sorted(job.waiting):
