@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "headwater"
 PAGE = (ROOT / "docs" / "FROM_FASTDEPLOY.md").read_text()
 APART = (ROOT / "docs" / "DISAGG.md").read_text()
-CONFIG = (SOURCE / "config.py").read_text()
+CONFIG = "".join(path.read_text() for path in sorted((SOURCE / "config").glob("*.py")))
 
 # What somebody who used FastDeploy may have set, read or met: its options, variables, tasks, calls and numbers.
 NAMES = """
