@@ -1,5 +1,6 @@
 """`headwater bench`: measure, beside plain baselines."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +21,19 @@ Rounds = Annotated[int, typer.Option(help="Repetitions.")]
 AnswerTokens = Annotated[int, typer.Option(help="Length of an answer.")]
 
 
-def _answer(report: BenchReport, *, as_json: bool, right: str | None = None) -> None:
-    """Say what was measured. Ends the command with 1 if a result that must hold does not."""
-    print_json(report.document()) if as_json else draw_figures.report(report)
+def _measure(
+    run: Callable[[draw.Tell], BenchReport],
+    *,
+    as_json: bool,
+    show: Callable[[BenchReport], None] = draw_figures.report,
+    right: str | None = None,
+) -> None:
+    """Run a benchmark and say what it found. Ends the command with 1 if a result that must hold does not."""
+    with draw.progress() as tell:
+        report = run(tell)
+    if as_json and "device" in report.notes:
+        draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
+    print_json(report.document()) if as_json else show(report)
     if right is not None and not report.results[right]:
         raise typer.Exit(1)
 
@@ -37,9 +48,7 @@ def bench_index(
     """Name the blocks of a long prompt, beside a bare loop of chained SHA-256."""
     from headwater.lab.bench import index
 
-    with draw.progress() as tell:
-        report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
-    _answer(report, as_json=as_json)
+    _measure(lambda tell: index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell), as_json=as_json)
 
 
 @bench.command("cache")
@@ -53,9 +62,7 @@ def bench_cache(
     """Match, reserve, commit and release among few and many known blocks, beside a bare dict."""
     from headwater.lab.bench import cache
 
-    with draw.progress() as tell:
-        report = cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell)
-    _answer(report, as_json=as_json)
+    _measure(lambda tell: cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell), as_json=as_json)
 
 
 @bench.command("ttft")
@@ -83,9 +90,7 @@ def bench_ttft(
         pairs=pairs,
         pair_tokens=pair_tokens,
     )
-    with draw.progress() as tell:
-        report = ttft.run(options, tell=tell)
-    _answer(report, as_json=as_json)
+    _measure(lambda tell: ttft.run(options, tell=tell), as_json=as_json)
 
 
 @bench.command("handoff")
@@ -109,9 +114,7 @@ def bench_handoff(
         step_tokens=step,
         rounds=rounds,
     )
-    with draw.progress() as tell:
-        report = handoff.run(options, tell=tell)
-    _answer(report, as_json=as_json, right="equal")
+    _measure(lambda tell: handoff.run(options, tell=tell), as_json=as_json, right="equal")
 
 
 @bench.command("copy")
@@ -139,13 +142,7 @@ def bench_copy(
         rounds=rounds,
         max_bytes=max_bytes if max_bytes is not None else copy.MAX_BYTES,
     )
-    with draw.progress() as tell:
-        report = copy.run(options, tell=tell)
-    if as_json and "device" in report.notes:
-        draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
-    print_json(report.document()) if as_json else draw_figures.copies(report)
-    if not report.results["correct"]:
-        raise typer.Exit(1)
+    _measure(lambda tell: copy.run(options, tell=tell), as_json=as_json, show=draw_figures.copies, right="correct")
 
 
 @bench.command("pool")
@@ -170,9 +167,7 @@ def bench_pool(
         round_mib=round_mib,
         rounds=rounds,
     )
-    with draw.progress() as tell:
-        report = pools.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw_figures.pools(report)
+    _measure(lambda tell: pools.run(options, tell=tell), as_json=as_json, show=draw_figures.pools)
 
 
 @bench.command("serve")
@@ -192,9 +187,7 @@ def bench_serve(
     options = load.ServeOptions(
         conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device
     )
-    with draw.progress() as tell:
-        report = load.run(options, tell=tell)
-    _answer(report, as_json=as_json, right="answers_equal")
+    _measure(lambda tell: load.run(options, tell=tell), as_json=as_json, right="answers_equal")
 
 
 @bench.command("pd")
@@ -248,9 +241,7 @@ def bench_pd(
         rate_per_s=rate,
         max_prompt=max_prompt,
     )
-    with draw.progress() as tell:
-        report = apart.run(options, tell=tell)
-    _answer(report, as_json=as_json, right="answers_equal")
+    _measure(lambda tell: apart.run(options, tell=tell), as_json=as_json, right="answers_equal")
 
 
 @bench.command("store")
@@ -280,6 +271,4 @@ def bench_store(
         entries=entries,
         seconds=seconds,
     )
-    with draw.progress() as tell:
-        report = store.run(options, tell=tell)
-    _answer(report, as_json=as_json)
+    _measure(lambda tell: store.run(options, tell=tell), as_json=as_json)
