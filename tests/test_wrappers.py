@@ -108,7 +108,7 @@ def test_what_goes_in_place_comes_by_the_delay(mapped: MappedStore) -> None:
 
 @pytest.mark.fault("D8")
 def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
-    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and glancing"):
+    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and cached_names"):
 
         class Half(WrapperStore):
             def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
