@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Final
 
-from headwater.cache.jobs import BAD
+from headwater.cache.jobs import BAD, UNREAD
 from headwater.cache.match import DEVICE
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
@@ -23,11 +23,13 @@ Move = Came | Went | Lost
 
 _THERE: Final = {
     JobKind.SAVE: frozenset({"stored", "exists"}),
+    JobKind.DEMOTE: frozenset({"stored", "exists"}),
     JobKind.PROMOTE: frozenset({"stored", "exists"}),
     JobKind.LOAD: frozenset({"hit"}),
 }
 _NOT_THERE: Final = {
     JobKind.SAVE: frozenset({"no_parent", "no_room", "refused"}),
+    JobKind.DEMOTE: frozenset({"no_parent", "no_room", "refused"}),
     JobKind.PROMOTE: frozenset({"no_parent", "no_room", "refused"}),
     JobKind.LOAD: frozenset({"miss", *BAD}),
 }
@@ -72,6 +74,8 @@ class Moves:
                 self._fresh.append(Came(tier=tier, keys=job.keys[at:end], parent=parent, depth=job.start + at))
             at = end
         bad = next((i for i, result in enumerate(results) if result not in there), None)
+        if bad is not None and job.kind is JobKind.DEMOTE and results[bad] == UNREAD:
+            self._went(job.store, (job.keys[bad],))
         if bad is None or results[bad] not in _NOT_THERE[job.kind]:
             return
         orphan = results[bad] == "no_parent" and job.start + bad > 0

@@ -146,8 +146,9 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Look "held" or "absent"; for a Load a store's get status; for Save and Promote a put status. A Load that hit
-    nothing, or a Save that stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
+    For a Look "held" or "absent"; for a Load a store's get status; for Save, Demote and Promote a put status, or of a
+    Demote "miss" where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
+    stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
 
     job: int
@@ -221,13 +222,27 @@ class Save(Job):
     parent: BlockKey
     depth: int  # of the first
     tenant: bytes
+    after: int = 0  # not to begin before this job has ended: it brings what the row builds on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Promote(Job):
-    """Copy a row of blocks, verified, from `store` to the faster store `target`."""
+class StoreCopy(Job):
+    """Copy a row of sealed blocks as they are, each verified on the way, from `store` to the store `target`."""
 
     target: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Promote(StoreCopy):
+    """To the fastest store, for a request that waits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Demote(StoreCopy):
+    """To a slower store, so that the device is read only once. `parent` is the key before the first."""
+
+    parent: BlockKey
+    after: int = 0  # not to begin before this job has ended, however it ends: it writes the row to `store`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +317,7 @@ _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     for kind in (
         *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
         *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Look, Load, Save, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
+        *(Look, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
     )
 }
 _HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.testing.brain_world import ROOTS, Errand, Guest, World
+from headwater.testing.brain_world import ROOTS, Errand, Guest, World, into
 from headwater.testing.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
@@ -25,6 +25,7 @@ RESULTS: Final[dict[type[ev.Job], tuple[str, ...]]] = {
     ev.Look: ("held", "absent"),
     ev.Load: ("hit", "hit", "hit", "miss", "late", "failed", "corrupt", "stale"),
     ev.Save: ("stored", "exists", "no_parent", "no_room", "late", "failed", "refused"),
+    ev.Demote: ("stored", "exists", "miss", "miss", "no_parent", "no_room", "late", "failed", "refused"),
     ev.Promote: ("stored", "exists", "no_parent", "no_room", "late", "failed"),
 }
 
@@ -135,6 +136,8 @@ class BrainMachine(RuleBasedStateMachine):
             world.fill(guest, len(guest.table or ()), (1,) * more)
         if stage(6):
             self.finish(lambda errand: isinstance(errand.order, ev.Save))
+            if dice.random() < 0.7:
+                self.finish(lambda errand: isinstance(errand.order, ev.Demote))
         if guest := stage(7):
             world.leave(guest)
 
@@ -217,7 +220,7 @@ class BrainMachine(RuleBasedStateMachine):
         """A store fails several jobs in a row, and a while passes."""
         if self.world.stores:
             store, failure = self.store(which), dice.choice((ev.Failure.FAILED, ev.Failure.LATE))
-            errands = [errand for errand in self.world.errands.values() if errand.order.store == store]
+            errands = [errand for errand in self.world.errands.values() if into(errand.order) == store]
             for errand in errands[-dice.randint(1, 3) :]:
                 self.world.check()
                 self.world.fail(errand, failure)

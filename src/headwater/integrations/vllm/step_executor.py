@@ -21,6 +21,7 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Failure,
     Instruction,
@@ -121,7 +122,7 @@ class StepExecutor:
                     looks.append(one)
                 elif isinstance(one, Cancel) and one.job in self._looks:
                     looks.append(one)
-                elif isinstance(one, Load | Save):
+                elif isinstance(one, Load | Save | Demote):
                     self._errands[one.job] = _Errand(one)
                     self._bag.append(one)
                 elif isinstance(one, Cancel):
@@ -255,18 +256,18 @@ class StepExecutor:
                     if result == "stored":
                         self._dropped.pop(key, None)
             if self._others_write and "stored" in done.results:
-                self._catch_up(order, now_s)
+                self._catch_up(order, order.target if isinstance(order, Demote) else order.store, now_s)
         return done
 
-    def _catch_up(self, order: Job, now_s: float) -> None:
+    def _catch_up(self, order: Job, store: str, now_s: float) -> None:
         """Have the prober take in what was written, before it is so much that nobody could answer at a glance."""
         with self._lock:
-            num = self._num_unseen.get(order.store, 0) + len(order.keys)
-            self._num_unseen[order.store] = num if num < _CATCH_UP_BLOCKS else 0
+            num = self._num_unseen.get(store, 0) + len(order.keys)
+            self._num_unseen[store] = num if num < _CATCH_UP_BLOCKS else 0
             if num < _CATCH_UP_BLOCKS:
                 return
             self._catching_up -= 1
-            look = Look(job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
+            look = Look(job=self._catching_up, store=store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):
             self._prober.submit([look])
 

@@ -169,6 +169,15 @@ class LocalStore(Store):
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
         """Copy frames out, as they are: the caller verifies."""
+        return self._get_all(pages, deadline, use=True)
+
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        """Copy frames out. Who leaves next stays as it was."""
+        return self._get_all(pages, deadline, use=False)
+
+    def _get_all(
+        self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool
+    ) -> list[GetStatus]:
         results = [GetStatus.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
@@ -176,7 +185,7 @@ class LocalStore(Store):
                 at.refresh(deadline)
             for i, (name, buffer) in enumerate(pages):
                 results[i] = self._get(at, name, buffer, deadline)
-                if results[i] is GetStatus.HIT:
+                if use and results[i] is GetStatus.HIT:
                     self._touch(at, name)
             self._flush_touches(at)
 

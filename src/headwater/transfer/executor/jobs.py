@@ -1,4 +1,4 @@
-"""What the hands do for each sort of job, step by step: look, load, save, promote. Runs in the threads of `worker.py`.
+"""What the hands do for each sort of job, step by step: look, load, save, copy. Runs in the threads of `worker.py`.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
@@ -11,13 +11,14 @@ Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Failure, Job, Load, Look, Promote, Save
+from headwater.core.events import Demote, Failure, Job, Load, Look, Save, StoreCopy
 from headwater.core.page import PageName
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
@@ -34,16 +35,18 @@ from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
+log: Final = logging.getLogger("headwater")
+
 Item: TypeAlias = tuple[PageName, memoryview]
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
     """Raise InvalidInput for a job that can never be done."""
-    named = {order.store, order.target} if isinstance(order, Promote) else {order.store}
+    named = {order.store, order.target} if isinstance(order, StoreCopy) else {order.store}
     if not named <= set(stores):
         raise InvalidInput(f"job {order.job} names {', '.join(sorted(named))}; there are {', '.join(stores)}")
-    if isinstance(order, Promote) and len(named) == 1:
-        raise InvalidInput(f"job {order.job} promotes from {order.store} to itself")
+    if isinstance(order, StoreCopy) and len(named) == 1:
+        raise InvalidInput(f"job {order.job} copies from {order.store} to itself")
     if isinstance(order, Load | Save) and len(order.slots) != len(order.keys):
         raise InvalidInput(f"job {order.job} has {len(order.keys)} blocks and {len(order.slots)} slots")
     if math.isnan(order.deadline_s):
@@ -100,8 +103,8 @@ class JobRunner:
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
-        if isinstance(order, Promote):
-            return self._promote(job, order)
+        if isinstance(order, StoreCopy):
+            return self._copy(job, order)
         raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
 
     def glance(self, order: Look) -> tuple[str, ...] | None:
@@ -125,7 +128,7 @@ class JobRunner:
         return _words(held)
 
     def _look(self, job: JobState, order: Look) -> list[str]:
-        held = self._contains(job, self._naming.names(order.keys))
+        held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
@@ -165,7 +168,7 @@ class JobRunner:
 
     def _save(self, job: JobState, order: Save) -> list[str]:
         self._courtesy.wait()
-        there = self._contains(job, self._naming.names(order.keys))
+        there = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
@@ -200,18 +203,25 @@ class JobRunner:
                 return fill(results, done, PutStatus.NO_PARENT, todo)
         return results
 
-    def _promote(self, job: JobState, order: Promote) -> list[str]:
-        names = self._naming.names(order.keys)
-        results: list[str] = [PutStatus.LATE] * len(names)
-        target = self._tiers[order.target]
+    def _copy(self, job: JobState, order: StoreCopy) -> list[str]:
+        """Sealed frames from one store to another, as they are.
+
+        Through pages of our own: each is checked there, generation and digests, before the target sees it. A slot that
+        is evicted and written anew while it is read ends as a miss, and no torn frame takes a name (rule 4).
+        """
+        names, target = self._naming.names(order.keys), self._tiers[order.target]
+        demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
+        there = self._contains(target, job, names) if demoting else [False] * len(names)
+        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        todo = [i for i, one in enumerate(there) if not one]
         done = 0
-        while done < len(names):
-            with self._pages(job, len(names) - done) as pages:
+        while done < len(todo):
+            with self._pages(job, len(todo) - done) as pages:
                 if not pages:
                     break
-                items = self._items(names[done:], pages)
+                items = self._items([names[i] for i in todo[done : done + len(pages)]], pages)
                 try:
-                    got = self._read(job, items)
+                    got = self._read_source(job, items) if demoting else self._read(job, items)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
@@ -219,16 +229,17 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED)
-            results[done : done + num_hits] = statuses
+                    return fill(results, done, PutStatus.FAILED, todo)
+            for i, status in zip(todo[done:], statuses, strict=False):
+                results[i] = status
             self._moved(order.store, "out", num_hits)
             job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT)
+                return fill(results, done, PutStatus.NO_PARENT, todo)
             if num_hits < len(got):
-                late = got[num_hits] is GetStatus.LATE
-                return fill(results, done, PutStatus.LATE if late else PutStatus.FAILED)
+                lacking = GetStatus.MISS if demoting else PutStatus.FAILED
+                return fill(results, done, PutStatus.LATE if got[num_hits] is GetStatus.LATE else lacking, todo)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -236,8 +247,8 @@ class JobRunner:
     @contextlib.contextmanager
     def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
         """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
-        order = job.order  # a promotion is a kind of write
-        account: Account = (order.target if isinstance(order, Promote) else order.store, isinstance(order, Load))
+        order = job.order  # a copy is a kind of write
+        account: Account = (order.target if isinstance(order, StoreCopy) else order.store, isinstance(order, Load))
         number = min(num_wanted, self._slice_pages)
         pages = self._pool.take(account, number, deadline=job.deadline, stopped=lambda: job.ended)
         try:
@@ -250,10 +261,9 @@ class JobRunner:
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
 
-    def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
-        store = self._tiers[job.order.store].store
-        held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        require(job.order.store, held, len(names), bool)
+    def _contains(self, tier: TierStore, job: JobState, names: list[PageName]) -> list[bool]:
+        held = call(tier.name, lambda: list(tier.store.contains(names, deadline=job.deadline)))
+        require(tier.name, held, len(names), bool)
         return held
 
     def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
@@ -261,6 +271,20 @@ class JobRunner:
         got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
         require(job.order.store, got, len(items), GetStatus)
         return got
+
+    def _read_source(self, job: JobState, items: list[Item]) -> list[GetStatus]:
+        """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
+
+        Its trouble is not the target's, and the blocks may still be on the device: a miss.
+        """
+        tier = self._tiers[job.order.store]
+        try:
+            got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
+            require(tier.name, got, len(items), GetStatus)
+            return got
+        except StoreTrouble as trouble:
+            log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
+            return [GetStatus.FAILED] * len(items)
 
     def _seal_and_put(
         self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"

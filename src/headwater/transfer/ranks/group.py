@@ -5,12 +5,13 @@ not. No barrier and no collective: each rank works by itself, and the group only
 
     Load              every rank, every page of its own
     Look, Promote     each distinct page once, by whoever holds it, in turns
-    Save              the same; while what it builds on is still being written, by the rank that writes that: one rank
-                      writes in order, two would race, and the second would find no parent
+    Save, Demote      the same; while what it builds on is still being written, by the rank that writes that: one rank
+                      writes in order, two would race, and the second would find no parent. A Demote that comes after
+                      a Save, by the ranks that do the Save: each begins when its own part of that has ended
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Look or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
+  is cancelled first; a Look, a Demote or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
   said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless its
   copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
@@ -34,6 +35,7 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Failure,
     Instruction,
@@ -44,6 +46,7 @@ from headwater.core.events import (
     Look,
     Promote,
     Save,
+    StoreCopy,
     StoreOff,
     StoreOn,
     Stuck,
@@ -60,14 +63,14 @@ from headwater.transfer.ranks.verdict import Verdict
 
 log: Final = logging.getLogger("headwater")
 
-_KINDS: Final = (Look, Load, Save, Promote)
+_KINDS: Final = (Look, Load, Save, Demote, Promote)
 _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 _LATE: Final = "no answer by the deadline"
 _LAST_S: Final = 1.0  # for the watching thread to end, when all hands have
 
 
 class Ranks:
-    """Runs Look, Load, Save, Promote and Cancel on all ranks of a group. Takes over the hands of its seats.
+    """Runs Look, Load, Save, Demote, Promote and Cancel on all ranks of a group. Takes over the hands of its seats.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
     """
@@ -386,7 +389,7 @@ class Ranks:
     def _overdue(self, job: GroupJob) -> None:
         """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
         job.overdue = True
-        if isinstance(job.order, Look | Promote) and not job.told:
+        if isinstance(job.order, Look | StoreCopy) and not job.told:
             self._end(job, job.verdict(self._seats, silent=_LATE))
         self._cancel(job)
 

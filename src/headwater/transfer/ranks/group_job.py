@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Save
+from headwater.core.events import Demote, Failure, Job, JobDone, JobFailed, Load, Look, Save
 from headwater.core.keys import BlockKey
 from headwater.transfer.ranks.seats import Seat
 from headwater.transfer.ranks.verdict import Answer, Verdict, agree, num_good
@@ -21,7 +21,7 @@ class GroupJob:
     def __init__(self, order: Job, seats: Sequence[int], started_s: float) -> None:
         self.order = order
         self.kind = type(order).__name__.lower()
-        self.writes: frozenset[BlockKey] = frozenset(order.keys if isinstance(order, Save) else ())
+        self.writes: frozenset[BlockKey] = frozenset(order.keys if isinstance(order, Save | Demote) else ())
         self.seats = tuple(seats)
         self.started_s = started_s
         self.waiting = set(seats)  # those that owe an answer

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from headwater.core.events import Failure, Job, JobDone, JobFailed, Load, Look, Promote, Save
+from headwater.core.events import Demote, Failure, Job, JobDone, JobFailed, Load, Look, Promote, Save
 
 _GOOD: Final[dict[type[Job], tuple[str, ...]]] = {
     Look: ("held", "absent"),
     Load: ("hit",),
     Save: ("stored", "exists"),
+    Demote: ("stored", "exists"),
     Promote: ("stored", "exists"),
 }
 _TROUBLE: Final = ("late", "failed")  # says something of a rank, not only of a page; and goes on behind it
