@@ -19,6 +19,7 @@ from headwater.config import CacheConfig, LocalStoreConfig, SaveWhen, TierConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Copied,
+    Demote,
     Failure,
     Job,
     JobDone,
@@ -74,13 +75,16 @@ ORDERS: dict[str, Job] = {
         depth=0,
         tenant=b"",
     ),
+    "demote": Demote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool", parent=key(1, -1)),
     "promote": Promote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool"),
 }
-GOOD = {"look": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"], "promote": ["stored", "exists"]}
+GOOD = {"look": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"]}
+GOOD |= {"demote": ["stored", "exists"], "promote": ["stored", "exists"]}
 BAD = {
     "look": [],
     "load": ["miss", "late", "failed", "corrupt", "nonsense"],
     "save": ["no_room", "no_parent", "late", "failed"],
+    "demote": ["miss", "no_room", "no_parent", "late", "failed"],
     "promote": ["no_room", "late", "failed"],
 }
 

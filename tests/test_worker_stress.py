@@ -16,7 +16,20 @@ import pytest
 
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
-from headwater.core.events import Cancel, Copied, Event, JobDone, JobFailed, Load, Look, Promote, Save, StoreOff
+from headwater.core.events import (
+    Cancel,
+    Copied,
+    Demote,
+    Event,
+    JobDone,
+    JobFailed,
+    Load,
+    Look,
+    Promote,
+    Save,
+    StoreCopy,
+    StoreOff,
+)
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, GetStatus, PutStatus, Store
 from headwater.storage.memory import MemoryStore
@@ -72,7 +85,7 @@ class Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.orders: dict[int, Load | Save | Look | Promote] = {}
+        self.orders: dict[int, Load | Save | Look | StoreCopy] = {}
         self.where: dict[int, tuple[int, int]] = {}  # a job's chain and first depth
         self.left: dict[int, bytes] = {}  # slots of loads, as they were at the end
         self.wrong: list[str] = []
@@ -139,7 +152,7 @@ def test_each_job_ends_once_and_no_byte_is_wrong(seed: int, shm: Path, tmp_path:
             "keys": keys(chain, length, start),
             "deadline_s": time.monotonic() + within_s,
         }
-        kind = chance.choice([Look, Load, Load, Save, Save, Promote])
+        kind = chance.choice([Look, Load, Load, Save, Save, Promote, Demote])
         if kind is Save:
             facts |= {"slots": engine.slots(length), "parent": key(chain, start - 1), "depth": start}
             facts["tenant"] = bytes(16)
@@ -147,8 +160,12 @@ def test_each_job_ends_once_and_no_byte_is_wrong(seed: int, shm: Path, tmp_path:
                 rig.staging.device[slot] = payload(chain, start + i)
         elif kind is Load:
             facts["slots"] = engine.slots(length)
-        elif kind is Promote:
+        elif kind in (Promote, Demote):
             facts["target"] = chance.choice([other for other in stores if other != store])
+        if kind is Demote:
+            facts["parent"] = key(chain, start - 1)
+        if kind in (Save, Demote):
+            facts["after"] = chance.choice([0, max(0, number - chance.randrange(1, 6))])
         engine.orders[number] = kind(**facts)
         rig.submit(engine.orders[number])
         if chance.random() < 0.1:

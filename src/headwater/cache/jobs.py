@@ -98,7 +98,7 @@ class Jobs:
             return
         kind = _BREAKERS[job.kind].value
         hesitant = job.kind is JobKind.LOOK and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
-        unread = job.kind is JobKind.DEMOTE and bool(results) and results[0] == UNREAD
+        unread = job.kind is JobKind.DEMOTE and results is not None and results[0] == UNREAD
         if (failure is Failure.CANCELLED and not hesitant) or unread:
             breaker.unproven(now_s)
         elif failure is not None or _all_trouble(results or ()):
@@ -116,9 +116,9 @@ class Jobs:
         """Jobs that write some of a path's blocks [start, end) to a store, newest first."""
         for job in reversed(self._jobs.values()):
             at = max(start, job.start)
-            if job.kind in _WRITES and job.into == store and at < min(end, job.end):
-                if job.keys[at - job.start] == path[at]:
-                    yield job
+            overlaps = job.kind in _WRITES and job.into == store and at < min(end, job.end)
+            if overlaps and job.keys[at - job.start] == path[at]:
+                yield job
 
     def facts(self) -> list[object]:
         """All that is under way, and the next number, for snapshots."""

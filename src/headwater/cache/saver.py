@@ -161,9 +161,9 @@ class Saver:
         tier = self._jobs.tiers[job.into]
         lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
         self._unmark(job, tier.bit, 0 if lost_path else job.start + first_bad, request)
-        if lost_path and request is not None:  # the store evicted the blocks before: write the whole path
-            if tier.refuses_save(self._jobs.block_bytes, now_s) is None:
-                self._bring(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
+        if lost_path and request is not None and tier.refuses_save(self._jobs.block_bytes, now_s) is None:
+            # The store evicted the blocks before: write the whole path.
+            self._bring(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
 
     def _unmark(self, job: JobRecord, bit: int, start: int, request: RequestRecord | None) -> None:
         """A store lacks the blocks of a job from `start` on."""
@@ -185,8 +185,11 @@ class Saver:
         source = self._source(tier, pin, now_s)
         root, tenant = self.origins[path[0]] if request is None else (request.root, request.tenant)
         row: dict[str, Any] = {
-            **{"keys": tuple(path[start:end]), "parent": path[start - 1] if start else root, "pin": pin},
-            **{"num_bytes": num_bytes, "request": request},
+            "keys": tuple(path[start:end]),
+            "parent": path[start - 1] if start else root,
+            "pin": pin,
+            "num_bytes": num_bytes,
+            "request": request,
         }
         if source is not None:
             self._demote(source, tier, path, start, end, now_s, row)

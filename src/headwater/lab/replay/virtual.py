@@ -191,10 +191,11 @@ class VirtualHands:
         if isinstance(job, Load):
             got = store.get(job.keys, now_s=now_s)
             return tuple(got), got.count(GetStatus.HIT)
+        put: list[PutStatus | GetStatus] = []
         if isinstance(job, Save):
-            put = store.put(job.keys, parent=job.parent, depth=job.depth, now_s=now_s)
+            put += store.put(job.keys, parent=job.parent, depth=job.depth, now_s=now_s)
         else:
-            put = self._copy(job, now_s)
+            put += self._copy(job, now_s)
         return tuple(put), put.count(PutStatus.STORED)
 
     def _copy(self, job: Job, now_s: float) -> list[PutStatus | GetStatus]:

@@ -2,8 +2,8 @@
 
 Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
 jobs; promotions, which touch two stores, have one of their own, and demotions are writes of their target's. A job that
-names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog, sleeps until the next
-deadline. No torch here.
+names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog,
+sleeps until the next deadline. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
@@ -62,7 +62,7 @@ _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before the
 
 
 class Worker:
-    """Runs Look, Load, Save, Demote, Promote and Cancel. Owns its threads; stores, staging and metrics belong to the caller.
+    """Runs Look, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
 
     `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
     may `submit`, and must not `drain` or `close`. A worker belongs to one process: after fork() make another.

@@ -11,9 +11,9 @@ not. No barrier and no collective: each rank works by itself, and the group only
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Look, a Demote or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
-  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless its
-  copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
+  is cancelled first; a Look, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank
+  has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless
+  its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
   allowed (`Mortal.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
