@@ -47,6 +47,10 @@ def saves(here: World) -> list[tuple[str, int, int]]:
     return [(one.store, one.depth, len(one.keys)) for one in orders if isinstance(one, ev.Save)]
 
 
+def state(here: World, store: str) -> BreakerState:
+    return here.brain.tiers[store].state
+
+
 def settle(here: World) -> None:
     """Everything goes well from now on."""
     while here.errands:
@@ -193,12 +197,12 @@ def test_a_target_that_fails_is_left_alone_and_a_source_that_gives_nothing_blame
     here = world(tier("host"), tier("disk", breaker_failures=1), num_slots=12)
     guest = run(here, "a", "01", more=2)
     here.end(the(here, ev.Demote), ["miss", "miss"])
-    assert here.brain.tiers["disk"].state is BreakerState.CLOSED
+    assert state(here, "disk") is BreakerState.CLOSED
     settle(here)
     here.fill(guest, 1, tokens("5"))
     here.fail(the(here, ev.Demote), ev.Failure.LATE)
-    assert here.brain.tiers["disk"].state is BreakerState.OPEN
-    assert here.brain.tiers["host"].state is BreakerState.CLOSED
+    assert state(here, "disk") is BreakerState.OPEN
+    assert state(here, "host") is BreakerState.CLOSED
     here.close()
 
 
