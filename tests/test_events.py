@@ -71,6 +71,21 @@ def test_text_and_bytes_are_told_apart() -> None:
     assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=ev.Failure.LATE))["failure"] == "late"
 
 
+def test_keys_in_a_row_are_one_text_and_keys_one_by_one_are_still_read() -> None:
+    keys = tuple(BlockKey(bytes([at]) * 32) for at in range(3))
+    look = ev.Look(job=1, store="host", keys=keys, deadline_s=1.0)
+    document = ev.encode(look)
+    assert document["keys"] == "#32*" + b"".join(keys).hex()
+    assert ev.decode({**document, "keys": [f"#{key.hex()}" for key in keys]}) == look  # as older recordings have them
+
+
+@pytest.mark.parametrize("row", ["#32*", "#0*00", "#-1*00", "#2*000000", "#x*00", "#2*zz", "#1*00*00"])
+def test_a_row_of_keys_that_is_none_is_refused(row: str) -> None:
+    document = ev.encode(ev.Look(job=1, store="host", keys=(), deadline_s=1.0))
+    with pytest.raises(InvalidInput):
+        ev.decode({**document, "keys": row})
+
+
 def test_a_failure_comes_back_as_one() -> None:
     failed = ev.decode({"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "late"})
     assert isinstance(failed, ev.JobFailed)

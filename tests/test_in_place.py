@@ -121,6 +121,7 @@ class OddStaging(TorchStaging):
         self._engine = CopyEngine(device, wires=make)
         self.far = False
         self.begun: list[Transfer] = []  # into a slab
+        self.rows: list[int] = []  # blocks of each copy out of one
         self.before: Callable[[], None] | None = None  # each copy in place
         self.through_pages = 0
 
@@ -162,6 +163,7 @@ class OddStaging(TorchStaging):
     ) -> Transfer:
         if self.before is not None:
             self.before()
+        self.rows.append(len(slots))
         return super().scatter_from(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over)
 
 
@@ -178,6 +180,7 @@ class Rig:
         place_bytes: int = 1,
         limit_bytes: int = LIMIT_BYTES,
         odd: bool = True,
+        layerwise: bool = True,
         wrap: Callable[[Store], Store] = lambda store: store,
         **options: Any,
     ) -> None:
@@ -187,6 +190,7 @@ class Rig:
         self.store = OddSlab(slab)
         self.layout, self.clock, self.ear, self.metrics = layout, clock, Ear(), Metrics()
         self.planes = create_kv_cache(layout, num_slots)
+        self.planes.layerwise = layerwise
         randomise(self.planes, seed=1)
         self.original = [row.clone() for row in self.planes.rows]
         self.pages = create_host_cache(frame_bytes(layout.plane_bytes), 4)
@@ -325,6 +329,41 @@ def test_a_wrapped_slab_is_still_copied_in_place(shm: Path, wrap: Callable[[Stor
         here.loaded(range(20, 25), range(5))
         assert here.staging.through_pages == 0
         assert {"reserve", "publish", "borrow"} <= set(here.store.calls)
+
+
+@pytest.mark.parametrize(("layerwise", "rows"), [(True, [64, 206]), (False, [64, 128, 78])])
+def test_a_long_load_is_on_its_way_while_its_rest_is_looked_up(shm: Path, layerwise: bool, rows: list[int]) -> None:
+    with rig(shm, num_slots=600, layerwise=layerwise, in_place_pages=128) as here:
+        here.saved(range(270))
+        here.loaded(range(300, 570), range(270))
+        assert here.staging.rows == rows
+
+
+def test_rows_of_a_load_beside_another_are_not_cut_short(shm: Path) -> None:
+    with rig(shm, num_slots=600, layerwise=False, in_place_pages=128) as here:
+        here.saved(range(150))
+        stop = hold(here, here.staging.into, 0)
+        first = here.load(range(200, 350))
+        assert stop.arrived.wait(PATIENCE_S)
+        wait_until(lambda: len(here.staging.rows) == 2)
+        second = here.load(range(400, 550))
+        wait_until(lambda: len(here.staging.rows) == 4)
+        stop.go_on.set()
+        for job in (first, second):
+            assert here.ear.results(job) == ["hit"] * 150
+        assert here.staging.rows == [64, 86, 128, 22]
+        assert [here.block(slot) for slot in range(400, 550)] == [here.was(slot) for slot in range(150)]
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 191, 192, 269])
+def test_a_bad_page_in_any_row_ends_the_load_there(shm: Path, at: int) -> None:
+    with rig(shm, num_slots=600, layerwise=False, in_place_pages=128) as here:
+        here.saved(range(270))
+        here.frame(page_name(key(1, at)))[-1] ^= 1
+        results = here.ear.results(here.load(range(300, 570)))
+        assert results == ["hit"] * at + ["corrupt"] + ["miss"] * (269 - at)
+        assert [here.block(slot) for slot in range(300, 300 + at)] == [here.was(slot) for slot in range(at)]
+        assert here.held(270) == at
 
 
 @pytest.mark.parametrize("place_bytes", [1, 1 << 20], ids=["pieces", "whole"])

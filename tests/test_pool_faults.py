@@ -50,7 +50,7 @@ def test_what_must_be_found_is_found() -> None:
         "--fault",
         "damaged",
         "--seconds",
-        "3",
+        "6",
         "--json",
     ]
     ended = subprocess.run([*command, "--inject", "wrong", "late", "held"], capture_output=True, text=True, check=False)

@@ -203,8 +203,8 @@ class _Child:
         self.killed_s = time.monotonic()
 
 
-def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int = 2) -> Report:
-    """Run the campaign on a fresh directory."""
+def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int = 2, least: int = 1) -> Report:
+    """Run the campaign on a fresh directory, for `seconds`; four times that, if need be, for `least` of each fault."""
     rng = random.Random(seed)
     report = Report(seconds=seconds)
     next_seed = seed * 1000
@@ -221,9 +221,10 @@ def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int =
         everyone: list[_Child] = []
         running = [start() for _ in range(processes)]
         until_s = time.monotonic() + seconds
+        last_s = until_s + 3 * seconds
         deck: list[str] = []  # what comes next: a slow machine, which has few of them, has some of both too
-        while time.monotonic() < until_s:
-            time.sleep(min(rng.uniform(0.3, 2.0), max(0.0, until_s - time.monotonic())))
+        while time.monotonic() < (until_s if min(report.kills, report.stops) >= least else last_s):
+            time.sleep(rng.uniform(0.3, 2.0))
             at = rng.randrange(processes)
             victim = running[at]
             deck = deck or rng.sample(_FAULTS, len(_FAULTS))

@@ -69,7 +69,7 @@ class CopyEngine(Owned):
         self.layout: Final = layout if layout is not None else cache.layout
         self.num_blocks: Final = cache.num_blocks
         self.digests: Final = digests
-        self._layerwise = cache.layerwise
+        self.layerwise: Final = cache.layerwise
         self._known_groups: dict[int, list[tuple[range, int]]] = {}
 
         def make(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
@@ -82,6 +82,11 @@ class CopyEngine(Owned):
             direction: CopyQueue((wires or make)(cache, self.layout, direction), direction.value)
             for direction in Direction
         }
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way to the device, or wait to be."""
+        return self._lanes[Direction.IN].is_busy
 
     def gather(
         self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None] | None = None
@@ -113,7 +118,7 @@ class CopyEngine(Owned):
         """
         if expected is not None and expected.shape != (len(slots), len(self.layout.planes)):
             raise InvalidCopy(f"{expected.shape} digests for {len(slots)} blocks of {len(self.layout.planes)} planes")
-        groups = self._groups(len(slots), whole=not self._layerwise)
+        groups = self._groups(len(slots), whole=not self.layerwise)
         return self._submit(
             Direction.IN, slots, frames, groups, expected=expected, on_planes=on_planes, on_over=on_over
         )

@@ -2,7 +2,8 @@
 
 For stores whose pages have addresses, where staging reaches their memory. A save goes slice by slice: slots are
 reserved and filled, and each slice is published while the next is being copied. A load borrows pages and has them
-copied layer by layer; what arrives is checked on arrival against what the pages' headers vouch for.
+copied, a row at a time, while the next row is being looked up; what arrives is checked on arrival against what the
+pages' headers vouch for.
 
 Rules kept here: a slot goes back only when no copy can write to it any more (3); a page is believed for what its copy's
 digests prove (4, 5); what was published is contiguous. Not here: threads, deadlines that pass while a call hangs.
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -36,8 +38,8 @@ log: Final = logging.getLogger("headwater")
 
 _HELD: Final = frozenset({PutStatus.STORED, PutStatus.EXISTS})
 _HELD_OR_LATE: Final = _HELD | {PutStatus.LATE}
-_HEAD_PAGES: Final = 64  # of a long load go first
-_LENT_PAGES: Final = 128  # are borrowed in one call
+_HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire
+_ROW_PAGES: Final = 128  # are borrowed in one call: to look them up takes less than to copy those before them
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
 _LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
@@ -96,16 +98,15 @@ class InPlaceJobs:
     # --- out of a store -----------------------------------------------------------------------------------------------
 
     def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[str]:
-        """All blocks, layer by layer; of a long row the first ones are on their way while the rest is looked up.
+        """All blocks, in rows: while one is on its way the next is looked up.
 
         Blocks. Raises JobTrouble, or what staging raises.
         """
         results: list[str] = [GetStatus.LATE] * len(names)
-        head = _HEAD_PAGES if len(names) >= 2 * _HEAD_PAGES else 0
         begun: list[_Row] = []
         try:
-            for start, end in ((0, head), (head, len(names))):
-                if start < end and not self._begin_row(job, order, names[start:end], start, results, begun):
+            for start, end in pairwise(self._cut(len(names))):
+                if not self._begin_row(job, order, names[start:end], start, results, begun):
                     break
         finally:
             for row in begun:
@@ -121,6 +122,18 @@ class InPlaceJobs:
                 break
         return fill_behind(results, GetStatus.HIT, GetStatus.MISS)
 
+    def _cut(self, num_pages: int) -> list[int]:
+        """Where the rows of a load begin, and the end of the last.
+
+        Where an engine computes behind its bytes, layer by layer, a load's layers come for all blocks at a time: so
+        everything behind the first blocks is one row. Elsewhere rows are short, or the wire would stand still while a
+        long one is looked up.
+        """
+        staging = self._need_staging()
+        head = _HEAD_PAGES if num_pages >= 2 * _HEAD_PAGES and not staging.is_loading else 0
+        rest = [head] if staging.layerwise else range(head, num_pages, _ROW_PAGES)
+        return [*([0] if head else []), *rest, num_pages]
+
     def _begin_row(
         self,
         job: JobState,
@@ -133,8 +146,8 @@ class InPlaceJobs:
         """Borrow pages and have them copied. False: the row ends here. Does not wait for the bytes."""
         reader = self._tiers[order.store].reader
         lent: list[Loan | GetStatus] = []
-        for at in range(0, len(names), _LENT_PAGES):
-            asked = names[at : at + _LENT_PAGES]
+        for at in range(0, len(names), _ROW_PAGES):
+            asked = names[at : at + _ROW_PAGES]
             lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
             require(order.store, lent, at + len(asked), (Loan, GetStatus))
             if isinstance(lent[-1], GetStatus):
@@ -166,6 +179,7 @@ class InPlaceJobs:
             self._ledger.end_copy(job)
             raise
         begun.append(_Row(start, loans, transfer))
+        time.sleep(_BREATH_S)  # who drives the copies begins with these before more are looked up
         return len(loans) == len(names)
 
     # --- into a store -------------------------------------------------------------------------------------------------

@@ -66,6 +66,16 @@ class Staging(Protocol):
 class InPlace(Protocol):
     """Staging that copies between slots and memory that is not its own, a store's slab."""
 
+    @property
+    def layerwise(self) -> bool:
+        """Whether somebody computes with a block's first layers while the others are on their way."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way to the device, or wait to be."""
+        ...
+
     def reaches(self, memory: memoryview) -> bool:
         """Whether blocks can be copied from and to this memory. The first time it may take a while to register it."""
         ...
@@ -131,6 +141,16 @@ class TorchStaging:
     def on_gpu(self) -> bool:
         """Whether the slots are on a GPU, so that memory has to be registered."""
         return self._cuda
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether somebody computes with a block's first layers while the others are on their way."""
+        return self._engine.layerwise
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are on their way to the device, or wait to be."""
+        return self._engine.is_loading
 
     @property
     def num_pages(self) -> int:
