@@ -216,6 +216,8 @@ class JobRunner:
         todo = [i for i, one in enumerate(there) if not one]
         done = 0
         while done < len(todo):
+            if demoting:
+                self._courtesy.wait()
             with self._pages(job, len(todo) - done) as pages:
                 if not pages:
                     break
