@@ -6,7 +6,7 @@ from typing import Any
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
-from headwater.testing.brain_world import ROOTS, Errand, Guest, World
+from headwater.testing.brain_world import ROOTS, Errand, World, WorldRequest
 from headwater.testing.index_machine import path_keys
 
 BLOCK_BYTES = 10
@@ -30,7 +30,7 @@ def tokens(path: str) -> tuple[int, ...]:
 
 
 def jobs(
-    world: World, kind: type[ev.Job] = ev.Job, *, store: str | None = None, guest: Guest | None = None
+    world: World, kind: type[ev.Job] = ev.Job, *, store: str | None = None, guest: WorldRequest | None = None
 ) -> list[Errand]:
     """Jobs under way, oldest first."""
     return [
@@ -55,16 +55,16 @@ def finish(world: World, kind: type[ev.Job] = ev.Job, **which: Any) -> None:
         world.check()
 
 
-def ask(world: World, name: str, path: str, *, answered: bool = True, tenant: int = 0) -> Guest:
+def ask(world: World, name: str, path: str, *, answered: bool = True, tenant: int = 0) -> WorldRequest:
     """A request asks, and has its answers."""
     guest = world.arrive(name, tokens(path), tenant=tenant)
     world.check()
     if answered:
-        finish(world, ev.Look, guest=guest)
+        finish(world, ev.Probe, guest=guest)
     return guest
 
 
-def run(world: World, name: str, path: str, *, more: int = 0, tenant: int = 0) -> Guest:
+def run(world: World, name: str, path: str, *, more: int = 0, tenant: int = 0) -> WorldRequest:
     """A request asks, reserves, loads what is there, and commits the rest of its prompt. It stays."""
     guest = ask(world, name, path, tenant=tenant)
     assert world.want(guest, len(path) + more) is not None
@@ -102,7 +102,7 @@ def total(world: World, name: str, **labels: str) -> float:
     )
 
 
-def statuses(world: World, guest: Guest) -> list[str]:
+def statuses(world: World, guest: WorldRequest) -> list[str]:
     """What a request is told, block by block: a tier, "pending" or "miss"."""
     return [found or status.value for status, found in world.brain.view(guest.name)]
 

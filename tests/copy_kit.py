@@ -9,7 +9,7 @@ import pytest
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache
 from headwater.transfer.device.torch_wire import TorchWire
-from headwater.transfer.device.wire import Digests, Direction, Piece
+from headwater.transfer.device.wire import Digests, Direction, WirePiece
 
 WAIT_S = 60.0  # nothing here takes that long
 
@@ -33,16 +33,16 @@ class OddWire(TorchWire):
 
     def __init__(self, cache: DeviceCache, layout: KVLayout, direction: Direction, **options: int | bool) -> None:
         super().__init__(cache, layout, direction, **options)  # type: ignore[arg-type]
-        self.on_launch: Callable[[Piece], None] | None = None
-        self.on_finish: Callable[[Piece], None] | None = None
-        self.judge: Callable[[Piece, Digests | None], Digests | None] | None = None
-        self.launched: list[Piece] = []
-        self.finished: list[Piece] = []
+        self.on_launch: Callable[[WirePiece], None] | None = None
+        self.on_finish: Callable[[WirePiece], None] | None = None
+        self.judge: Callable[[WirePiece, Digests | None], Digests | None] | None = None
+        self.launched: list[WirePiece] = []
+        self.finished: list[WirePiece] = []
         self.closed = False
-        self._under_way: list[tuple[int, Piece]] = []
+        self._under_way: list[tuple[int, WirePiece]] = []
         self._order = threading.Lock()
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         with self._order:
             assert not self.closed
             assert place not in [one for one, _ in self._under_way], "a place was given away before it was finished"
@@ -99,18 +99,18 @@ class Hold:
         self.arrived = threading.Event()
         self.go_on = threading.Event()
 
-    def __call__(self, _: Piece) -> None:
+    def __call__(self, _: WirePiece) -> None:
         self._left -= 1
         if self._left < 0:
             self.arrived.set()
             assert self.go_on.wait(WAIT_S)
 
 
-def at_call(number: int, act: Callable[[], None]) -> Callable[[Piece], None]:
+def at_call(number: int, act: Callable[[], None]) -> Callable[[WirePiece], None]:
     """A hook that does something at the k-th call."""
     left = [number]
 
-    def hook(_: Piece) -> None:
+    def hook(_: WirePiece) -> None:
         left[0] -= 1
         if left[0] == -1:
             act()

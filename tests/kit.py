@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.config import LocalStoreConfig
-from headwater.storage.base import Deadline, GetStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
@@ -42,4 +43,4 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def hits(store: LocalStore, pages: list[SamplePage]) -> int:
-    return read(store, pages).count(GetStatus.HIT)
+    return read(store, pages).count(Status.HIT)

@@ -1,4 +1,4 @@
-"""What the tests of ranks share: a group with devices in numpy and an ear; hands that do as a test says."""
+"""What the tests of ranks share: a group with devices in numpy and an ear; executors that do as a test says."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from headwater.core.events import (
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Promote,
     Save,
     Stuck,
@@ -25,7 +25,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.testing.ranks import RankDevices, small_layouts, thread_rank, whole_block
 from headwater.transfer.ranks.group import Ranks
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 from worker_kit import PATIENCE_S, TENANT, Ear, key, keys
 
 StoresOf = Callable[[int], Mapping[str, Store]]
@@ -35,11 +35,11 @@ LAYOUTS = small_layouts()
 class Jobs:
     """Gives a group jobs, hears what becomes of them, and checks at the end that each ended exactly once."""
 
-    def __init__(self, seats: Sequence[Seat], stores: Iterable[str], **options: Any) -> None:
+    def __init__(self, members: Sequence[Member], stores: Iterable[str], **options: Any) -> None:
         self.ear = Ear()
         self.metrics = Metrics()
         self.jobs: list[int] = []
-        self.ranks = Ranks(seats, stores=list(stores), deliver=self.ear, metrics=self.metrics, **options)
+        self.ranks = Ranks(members, stores=list(stores), deliver=self.ear, metrics=self.metrics, **options)
 
     def submit(self, *instructions: Instruction) -> None:
         self.ranks.submit(instructions)
@@ -54,10 +54,10 @@ class Jobs:
         self.submit(kind(job=number, store=store, keys=tuple(wanted), deadline_s=deadline_s, **facts))
         return number
 
-    def look(
+    def probe(
         self, num: int, *, chain: int = 1, start: int = 0, within_s: float = PATIENCE_S, store: str = "host"
     ) -> int:
-        return self.job(Look, keys(chain, num, start), within_s, store)
+        return self.job(Probe, keys(chain, num, start), within_s, store)
 
     def load(
         self,
@@ -123,13 +123,13 @@ class Group(Jobs):
         self.layout = layout
         self.tp_size = tp_size
         self.devices = [RankDevices(layout, rank, tp_size, num_slots=num_slots) for rank in range(tp_size)]
-        self.by_rank: list[list[Seat]] = []
+        self.by_rank: list[list[Member]] = []
         for devices in self.devices:
             mine = stores(devices.rank) if callable(stores) else stores
-            seats = thread_rank(devices, tp_size, mine, views=views, sizes=sizes, threads_per_store=threads_per_store)
-            self.by_rank.append(seats)
+            members = thread_rank(devices, tp_size, mine, views=views, sizes=sizes, threads_per_store=threads_per_store)
+            self.by_rank.append(members)
         names = [*(stores(0) if callable(stores) else stores), *(views or {})]
-        super().__init__([seat for seats in self.by_rank for seat in seats], names, **options)
+        super().__init__([member for members in self.by_rank for member in members], names, **options)
 
     def fill(self, slots: Sequence[int], *, chain: int = 1, start: int = 0) -> None:
         """Put the blocks of a chain into slots, on every rank."""
@@ -155,8 +155,8 @@ class Group(Jobs):
         assert all(self.holds(slots, **{name: where[name] for name in ("chain", "start") if name in where}))
 
 
-class ScriptedHands:
-    """Hands that do nothing by themselves: a test answers for them, or does not. May be mortal."""
+class ScriptedExecutor:
+    """An executor that does nothing by itself: a test answers for it, or does not. May be mortal."""
 
     def __init__(self, *, mortal: bool = False) -> None:
         self.deliver: Callable[[Event], None] | None = None

@@ -119,7 +119,7 @@ def serving(
 
     `door`: its limits that are not the usual ones. Stores get the time they take, however busy the machine is.
     """
-    patient = {"look_timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
+    patient = {"probe_timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
     config = ServeConfig(**{"model": directory, "num_blocks": 512, "node_key": KEY, **patient, **options})
     with open_engine(config, model=model) as running, listen("127.0.0.1", 0) as listener:
         answers = threading.Event()

@@ -20,7 +20,7 @@ from headwater.engine.attention.dsa import DsaAttention, Index, choose, hadamard
 from headwater.engine.attention.gqa import GqaAttention
 from headwater.engine.attention.mla import MlaAttention, Queries, absorbed_attention, expanded_attention
 from headwater.engine.models.base import Span
-from headwater.engine.step import FEW_TOKENS, Limits, Step, plan
+from headwater.engine.step import FEW_TOKENS, Step, StepLimits, plan
 from headwater.layout.spec import DType
 from headwater.transfer.device.arena import DeviceCache, create_kv_cache
 
@@ -73,7 +73,7 @@ def attention(q: Floats, k: Floats, v: Floats, scale: float, allowed: Sequence[i
 
 
 def step_of(spans: Sequence[Span], heads: int, num_blocks: int = 64) -> Step:
-    return plan(spans, limits=Limits(1000, 4096, num_blocks, BLOCK), heads=heads, device=CPU)
+    return plan(spans, limits=StepLimits(1000, 4096, num_blocks, BLOCK), heads=heads, device=CPU)
 
 
 def span(length: int, start: int, slots: Sequence[int]) -> Span:

@@ -18,10 +18,11 @@ from headwater.attention_store import AttentionStore
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig, ResidencyConfig, WriteConfig, write_config
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Came, Went
+from headwater.core.events import Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import Extra, block_keys
 from headwater.core.page import page_name
+from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
@@ -32,7 +33,7 @@ from headwater.metrics import Metrics
 from headwater.residency.base import Holder
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Publisher
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
@@ -61,9 +62,9 @@ class Ear:
     """Hears moves."""
 
     def __init__(self) -> None:
-        self.moves: list[Came | Went] = []
+        self.moves: list[Stored | Removed] = []
 
-    def offer(self, moves: Iterable[Came | Went]) -> None:
+    def offer(self, moves: Iterable[Stored | Removed]) -> None:
         self.moves += moves
 
 
@@ -203,7 +204,7 @@ def test_tenants_and_images_are_apart(rig: Callable[..., Rig]) -> None:
     salted = identity(salt=b"tenant")
     (first,) = block_keys(TOKENS[:B], parent=salted.root, block_tokens=B)
     frame = memoryview(bytearray(frame_bytes(LAYOUT.plane_bytes)))
-    assert one.store.get_into([(page_name(first), frame)], deadline=Deadline.after(5.0)) == [GetStatus.HIT]
+    assert one.store.get_into([(page_name(first), frame)], deadline=Deadline.after(5.0)) == [Status.HIT]
     assert bytes(frame[96:112]) == salted.tenant
 
 
@@ -300,9 +301,9 @@ def test_a_flush_of_deep_blocks_carries_the_whole_path(rig: Callable[..., Rig]) 
     assert one.attention.flush_index(TOKENS[:3], tier="host", held=True) == 0  # no full block
     assert one.attention.flush_index(TOKENS, tier="host", held=True, num_blocks=0) == 0
     assert one.ear.moves == [
-        Came(tier="device", keys=tuple(keys), parent=identity().root, depth=0),
-        Went(tier="device", keys=tuple(keys[7:])),
-        Came(tier="host", keys=tuple(keys[3:5]), parent=keys[2], depth=3),
+        Stored(tier="device", keys=tuple(keys), parent=identity().root, depth=0),
+        Removed(tier="device", keys=tuple(keys[7:])),
+        Stored(tier="host", keys=tuple(keys[3:5]), parent=keys[2], depth=3),
     ]
 
 
@@ -316,8 +317,8 @@ def test_only_what_is_durable_or_verified_is_told(rig: Callable[..., Rig]) -> No
     assert one.attention.read(TOKENS, range(40, 44)).num_blocks == 0
     assert one.attention.write(TOKENS, range(5, 10), start_block=5).num_blocks == 0
     assert one.ear.moves == [
-        Came(tier="pool", keys=tuple(keys[:5]), parent=identity().root, depth=0),
-        Came(tier="pool", keys=tuple(keys[2:5]), parent=keys[1], depth=2),
+        Stored(tier="pool", keys=tuple(keys[:5]), parent=identity().root, depth=0),
+        Stored(tier="pool", keys=tuple(keys[2:5]), parent=keys[1], depth=2),
     ]
 
 

@@ -13,9 +13,9 @@ from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.keys import block_keys
 from headwater.core.page import PageName
 from headwater.lab.bench import index, store
-from headwater.lab.bench.contenders import Contender, FilePerBlock, Ours, PlainFile, SealThenPut, evict, sync
+from headwater.lab.bench.contenders import FilePerBlock, Ours, PlainFile, SealThenPut, StoreContender, evict, sync
 from headwater.lab.bench.pools import Page, Pool
-from headwater.lab.bench.report import Report
+from headwater.lab.bench.report import BenchReport
 from headwater.lab.bench.store import BATCH_PAGES, Churn
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
@@ -33,13 +33,13 @@ def pools(num_pages: int = 48) -> tuple[Pool, Pool]:
     return source, target
 
 
-def put(contenders: list[Contender], batches: list[list[Page]]) -> None:
+def put(contenders: list[StoreContender], batches: list[list[Page]]) -> None:
     for contender in contenders:
         for batch in batches:
             contender.put(batch)
 
 
-def assert_sane(report: Report) -> None:
+def assert_sane(report: BenchReport) -> None:
     document = report.document()
     assert set(document) == {"command", "date", "machine", "options", "notes", "samples", *report.results}
     assert document["machine"]["num_cores"] >= 1
@@ -74,7 +74,7 @@ def test_index_sees_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_store(tmp_path: Path, shm: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    options = store.Options(directory=shm, disk_directory=tmp_path, **TINY)
+    options = store.StoreOptions(directory=shm, disk_directory=tmp_path, **TINY)
     report = store.run(options, tell=lambda *what: told.append(what))
     assert_sane(report)
     wanted = {"memcpy_gbs", "write_gbs", "read_gbs", "write_ratio", "read_ratio", "put_write_gbs"}
@@ -96,14 +96,14 @@ def test_store(tmp_path: Path, shm: Path) -> None:
 
 def test_store_skips_what_has_no_room(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_small_limit_bytes", lambda num_entries: 1 << 62)
-    options = store.Options(directory=shm, disk_directory=tmp_path, **TINY)
+    options = store.StoreOptions(directory=shm, disk_directory=tmp_path, **TINY)
     report = store.run(options)
     assert "reopen_s" not in report.results
     assert "300 pages need" in report.notes["skipped"]
 
 
 def test_store_says_when_the_disk_is_none(shm: Path) -> None:
-    report = store.run(store.Options(directory=shm, disk_directory=shm, **TINY))
+    report = store.run(store.StoreOptions(directory=shm, disk_directory=shm, **TINY))
     assert report.results["disk_medium"] == "tmpfs"
     assert report.results["cold_resident_share"] == 1
     assert "no figure of a disk" in report.notes["not_cold"]
@@ -124,7 +124,7 @@ def test_an_evicted_file_is_on_the_disk_and_nowhere_else(tmp_path: Path) -> None
 )
 def test_store_refuses_nonsense(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        store.Options(**options)
+        store.StoreOptions(**options)
 
 
 def test_every_contender_keeps_its_room_and_its_bytes(tmp_path: Path, shm: Path) -> None:
@@ -139,7 +139,7 @@ def test_every_contender_keeps_its_room_and_its_bytes(tmp_path: Path, shm: Path)
         PlainFile(tmp_path / "plain", layout, max_pages=64, digests=False) as plain,
         PlainFile(tmp_path / "digested", layout, max_pages=64, digests=True) as digested,
     ):
-        contenders: list[Contender] = [
+        contenders: list[StoreContender] = [
             Ours(fast, layout),
             SealThenPut(whole, layout),
             Ours(slow, layout, digests=False),
@@ -180,7 +180,7 @@ def test_churn_sees_wrong_bytes(tmp_path: Path) -> None:
             churn.read_s(plain, live)
 
 
-class Forgetful(Contender):
+class Forgetful(StoreContender):
     """Reads nothing, and hopes that the right bytes are still there from somebody else's read."""
 
     def put(self, pages: list[Page]) -> None:

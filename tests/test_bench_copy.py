@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig
 from headwater.lab.bench import copy, copy_course, copy_gemm
-from headwater.lab.bench.copy_course import Course, Rows, cut_frames, finish, frame_stride
+from headwater.lab.bench.copy_course import CopyCourse, CopyRows, cut_frames, finish, frame_stride
 from headwater.lab.bench.copy_gemm import Gemm
 from headwater.lab.bench.copy_paths import Limit
 from headwater.layout.frame import frame_bytes
@@ -73,7 +73,7 @@ def test_a_table_for_people() -> None:
 
 
 def test_nothing_fits() -> None:
-    report = copy.run(copy.Options(device="cpu", layouts=("mla",), blocks=(1, 2), max_bytes=4096))
+    report = copy.run(copy.CopyOptions(device="cpu", layouts=("mla",), blocks=(1, 2), max_bytes=4096))
     assert all("skipped" in row for row in report.results["rows"])
     assert "store_gbs" not in report.results
     json.dumps(report.document(), allow_nan=False)
@@ -85,7 +85,7 @@ def test_a_store_without_room_in_memory_is_skipped(place: str, monkeypatch: pyte
         monkeypatch.setattr("headwater.lab.bench.copy_whole.directory.free_bytes", lambda path: 0)
     else:
         monkeypatch.setattr("headwater.lab.bench.copy_whole.directory.is_memory", lambda path: False)
-    report = copy.run(copy.Options(device="cpu", layouts=("gqa-16",), blocks=(1,), rounds=1))
+    report = copy.run(copy.CopyOptions(device="cpu", layouts=("gqa-16",), blocks=(1,), rounds=1))
     assert "are not free in memory" in report.results["whole_skipped"]
     assert report.results["correct"] is True
     assert "store_gbs" not in report.results
@@ -116,7 +116,7 @@ def test_a_wrong_byte_is_seen(direction: Direction, monkeypatch: pytest.MonkeyPa
 
 def test_another_digest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_course, "plane_digests", lambda payload, sizes: [0] * len(sizes))
-    report = copy.run(copy.Options(device="cpu", layouts=("gqa-16",), blocks=(1,), rounds=1))
+    report = copy.run(copy.CopyOptions(device="cpu", layouts=("gqa-16",), blocks=(1,), rounds=1))
     assert report.results["correct"] is False
 
 
@@ -126,7 +126,7 @@ def test_another_digest_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_nonsense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        copy.Options(**options)
+        copy.CopyOptions(**options)
 
 
 def test_the_layouts_are_whole_models() -> None:
@@ -144,7 +144,7 @@ def test_the_layouts_are_whole_models() -> None:
 
 def test_rows_in_another_order_are_the_same_pairs() -> None:
     frames = [memoryview(bytes([i])) for i in range(3)]
-    rows = Rows([5, 6, 7], [1, 2, 3], frames).shuffled([2, 0, 1])
+    rows = CopyRows([5, 6, 7], [1, 2, 3], frames).shuffled([2, 0, 1])
     assert (rows.sources, rows.targets) == ([7, 5, 6], [3, 1, 2])
     assert [frame[0] for frame in rows.frames] == [2, 0, 1]
 
@@ -161,7 +161,7 @@ def test_both_directions_share_no_frame() -> None:
         assert [len(frame) for frame in frames] == [frame_bytes(layout.plane_bytes)] * 5
         limit = Limit(host.page(0), cache.device)
         for count, both in ((1, 1), (2, 2), (4, 2)):
-            course = Course(cache, (engine, plain), limit, frames, ids=range(8), num_blocks=count)
+            course = CopyCourse(cache, (engine, plain), limit, frames, ids=range(8), num_blocks=count)
             assert course.both_blocks == both
             course.check()
             course.take(1, baselines=False)

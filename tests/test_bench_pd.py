@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig, InvalidInput
 from headwater.lab.bench import pd
-from headwater.lab.bench.client import Client
-from headwater.lab.bench.pd import Asked, Options
-from headwater.lab.bench.pd_load import Answer, Replayed, ask, body_of, percentile, plan, prompt_of, replay
+from headwater.lab.bench.client import BenchClient
+from headwater.lab.bench.pd import AskedBoth, PdOptions
+from headwater.lab.bench.pd_load import ReplayedPlan, TimedAnswer, ask, body_of, percentile, plan, prompt_of, replay
 from headwater.lab.bench.pd_steady import figures, median_of, note, time_per_token
-from headwater.lab.bench.report import Report, Samples
+from headwater.lab.bench.report import BenchReport, Samples
 from headwater.lab.replay.synthetic import Synthetic
-from headwater.lab.replay.trace import Record, Trace
+from headwater.lab.replay.trace import Trace, TraceRecord
 
-ANSWER = Answer(
+ANSWER = TimedAnswer(
     text="yes",
     num_tokens=3,
     prompt_tokens=100,
@@ -85,13 +85,13 @@ def test_a_set_up_that_does_not_start_is_one_line_that_says_why() -> None:
 )
 def test_nonsense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        Options(**options)
+        PdOptions(**options)
 
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_the_command_fails_if_answers_differ(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(options: Options, **more: Any) -> Report:
-        return Report(command="bench pd", options={}, results={"answers_equal": equal}, notes={}, samples={})
+    def run(options: PdOptions, **more: Any) -> BenchReport:
+        return BenchReport(command="bench pd", options={}, results={"answers_equal": equal}, notes={}, samples={})
 
     monkeypatch.setattr(pd, "run", run)
     for arguments in ([], ["--json"]):
@@ -104,14 +104,14 @@ def test_the_command_fails_if_answers_differ(equal: bool, monkeypatch: pytest.Mo
 
 
 def test_another_answer_is_seen() -> None:
-    asked = [Asked(100, ANSWER, ANSWER)]
-    same = {setup: Replayed([ANSWER, ANSWER], [], 1.0) for setup in ("mixed", "pd")}
+    asked = [AskedBoth(100, ANSWER, ANSWER)]
+    same = {setup: ReplayedPlan([ANSWER, ANSWER], [], 1.0) for setup in ("mixed", "pd")}
     assert pd.difference(asked, same) is None
     other = replace(ANSWER, text="yes.")
-    assert "prompt 1 of 7 tokens" in (pd.difference([*asked, Asked(7, ANSWER, other)], same) or "")
+    assert "prompt 1 of 7 tokens" in (pd.difference([*asked, AskedBoth(7, ANSWER, other)], same) or "")
     for answer, said in ((other, "by two"), (None, "no answer")):
         for setup in ("mixed", "pd"):
-            found = pd.difference(asked, {**same, setup: Replayed([ANSWER, answer], [], 1.0)})
+            found = pd.difference(asked, {**same, setup: ReplayedPlan([ANSWER, answer], [], 1.0)})
             assert found is not None
             assert "replayed request 1" in found
             assert setup == "mixed" or said in found
@@ -119,7 +119,7 @@ def test_another_answer_is_seen() -> None:
 
 def test_the_pools_share_is_of_long_prompts() -> None:
     slow = replace(ANSWER, ttft_s=1.0, last_s=1.6)
-    asked = [Asked(512, ANSWER, ANSWER), *(Asked(2048, ANSWER, slow) for _ in range(3))]
+    asked = [AskedBoth(512, ANSWER, ANSWER), *(AskedBoth(2048, ANSWER, slow) for _ in range(3))]
     found = pd.figures_alone(asked)
     assert found["pool_share"] == pytest.approx(0.05)
     assert found["pool_share_high"] == pytest.approx(0.05)
@@ -178,20 +178,20 @@ def test_the_interval_narrows_with_more_values() -> None:
 class Lines(Trace):
     """A trace of given lines."""
 
-    def __init__(self, *records: Record) -> None:
+    def __init__(self, *records: TraceRecord) -> None:
         super().__init__("lines", block_tokens=512)
         self._records = records
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         yield from self._records
 
 
 def test_a_plan_keeps_what_prompts_share_and_who_comes_together() -> None:
     trace = Lines(
-        Record(1000, 1100, 100, (7, 8, 9)),
-        Record(1000, 1536, 1, (7, 8, 10)),
-        Record(4000, 600, 900, (7, 11)),
-        Record(5000, 1, 1, (12,)),
+        TraceRecord(1000, 1100, 100, (7, 8, 9)),
+        TraceRecord(1000, 1536, 1, (7, 8, 10)),
+        TraceRecord(4000, 600, 900, (7, 11)),
+        TraceRecord(5000, 1, 1, (12,)),
     )
     asked = plan(trace, num_requests=3, scale=1 / 16, max_prompt=90, max_tokens=20, rate_per_s=0.5)
     assert [one.at_s for one in asked] == pytest.approx([0, 0, 4])  # two gaps at a request in two seconds
@@ -291,7 +291,7 @@ def test_nobody_there_is_an_error() -> None:
         pass
     with pytest.raises(HeadwaterError, match="Refused"):
         ask(url, body_of((1, 2, 3), max_tokens=2, salt="x"))
-    with Client(url) as client, pytest.raises(OSError, match="refused"):
+    with BenchClient(url) as client, pytest.raises(OSError, match="refused"):
         client.metrics()
 
 

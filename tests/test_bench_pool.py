@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.core.results import Status
 from headwater.lab.bench import pool
 from headwater.lab.bench.pool_ways import NAMES
-from headwater.storage.base import Deadline, GetStatus
+from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.storage.verified import VerifiedStore
 
@@ -62,20 +63,20 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     get_into = VerifiedStore.get_into
 
-    def spoil(self: VerifiedStore, pages: Any, *, deadline: Deadline) -> list[GetStatus]:
+    def spoil(self: VerifiedStore, pages: Any, *, deadline: Deadline) -> list[Status]:
         found = get_into(self, pages, deadline=deadline)
         pages[0][1][-1] ^= 1
         return found
 
     monkeypatch.setattr(VerifiedStore, "get_into", spoil)
     with pytest.raises(HeadwaterError, match="wrong bytes"):
-        pool.run(pool.Options(stores=("memory",), page_kib=(16,), batch_pages=8, round_mib=1, rounds=1))
+        pool.run(pool.PoolOptions(stores=("memory",), page_kib=(16,), batch_pages=8, round_mib=1, rounds=1))
 
 
 def test_a_page_that_is_lost_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "get_into", lambda _, pages, *, deadline: [GetStatus.MISS] * len(pages))
+    monkeypatch.setattr(MemoryStore, "get_into", lambda _, pages, *, deadline: [Status.MISS] * len(pages))
     with pytest.raises(HeadwaterError, match="did not give a page back"):
-        pool.run(pool.Options(stores=("memory",), page_kib=(16,), batch_pages=8, round_mib=1, rounds=1))
+        pool.run(pool.PoolOptions(stores=("memory",), page_kib=(16,), batch_pages=8, round_mib=1, rounds=1))
 
 
 @pytest.mark.parametrize(
@@ -83,4 +84,4 @@ def test_a_page_that_is_lost_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_nonsense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        pool.Options(**options)
+        pool.PoolOptions(**options)

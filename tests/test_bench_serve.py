@@ -14,8 +14,8 @@ from headwater.config import ServeConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.models.base import Model
 from headwater.lab.bench import serve
-from headwater.lab.bench.report import Report
-from headwater.lab.bench.serve import Load, Options, Turn
+from headwater.lab.bench.report import BenchReport
+from headwater.lab.bench.serve import BenchTurn, ServeOptions, ServerLoad
 from serve_kit import directory, model, serving
 
 __all__ = ["directory", "model"]  # fixtures
@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 def test_conversations_are_computed_once_and_answered_the_same() -> None:
-    options = Options(conversations=3, turns=3, max_tokens=24)
+    options = ServeOptions(conversations=3, turns=3, max_tokens=24)
     found = CliRunner().invoke(
         app, ["bench", "serve", "--conversations", "3", "--turns", "3", "--max-tokens", "24", "--json"]
     )
@@ -55,7 +55,7 @@ def test_conversations_are_computed_once_and_answered_the_same() -> None:
 
 def test_what_a_server_refuses_is_an_error_and_no_equal_answer() -> None:
     told: list[tuple[str, int, int]] = []
-    report = serve.run(Options(conversations=2, turns=2, max_tokens=9000), tell=lambda *what: told.append(what))
+    report = serve.run(ServeOptions(conversations=2, turns=2, max_tokens=9000), tell=lambda *what: told.append(what))
     assert report.results["answers_equal"] is False
     assert len(report.results["errors"]) == 4
     assert all("status 400" in error and "max_tokens" in error for error in report.results["errors"])
@@ -66,17 +66,17 @@ def test_what_a_server_refuses_is_an_error_and_no_equal_answer() -> None:
 
 def test_a_server_that_does_not_start_is_one_line_that_says_why() -> None:
     with pytest.raises(HeadwaterError, match=r"the server did not start: .*/nowhere"):
-        serve.run(Options(model=Path("/nowhere")))
+        serve.run(ServeOptions(model=Path("/nowhere")))
 
 
 @pytest.mark.parametrize("options", [{"conversations": 0}, {"turns": 0}, {"max_tokens": 0}, {"system_chars": 0}])
 def test_nonsense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        Options(**options)
+        ServeOptions(**options)
 
 
 def test_another_answer_is_seen() -> None:
-    turn = Turn(
+    turn = BenchTurn(
         text="yes",
         finish_reason="length",
         prompt_tokens=100,
@@ -88,7 +88,7 @@ def test_another_answer_is_seen() -> None:
         ttft_s=0.1,
     )
     assert (turn.computed_tokens, turn.engine_prompt_tokens) == (4, 4)
-    off = Load(conversations=[[turn, turn], [turn, turn]], errors=[], seconds=1.0, metrics_tokens=16)
+    off = ServerLoad(conversations=[[turn, turn], [turn, turn]], errors=[], seconds=1.0, metrics_tokens=16)
     assert serve.difference(off, off, num_turns=2) is None
     for other in (replace(turn, text="yes."), replace(turn, finish_reason="stop")):
         on = replace(off, conversations=[[turn, turn], [turn, other]])
@@ -100,8 +100,8 @@ def test_another_answer_is_seen() -> None:
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_the_command_fails_if_answers_differ(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(options: Options, **more: Any) -> Report:
-        return Report(command="bench serve", options={}, results={"answers_equal": equal}, notes={}, samples={})
+    def run(options: ServeOptions, **more: Any) -> BenchReport:
+        return BenchReport(command="bench serve", options={}, results={"answers_equal": equal}, notes={}, samples={})
 
     monkeypatch.setattr(serve, "run", run)
     for arguments in ([], ["--json"]):

@@ -23,9 +23,9 @@ from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab.bench import vllm, vllm_client, vllm_contenders
 from headwater.lab.bench.pool_ways import NotHere
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed
-from headwater.lab.bench.vllm_contenders import OURS, PLAIN, Contender
-from headwater.lab.bench.vllm_figures import Course, differences, length_figures, median_interval, middle_half
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed
+from headwater.lab.bench.vllm_contenders import OURS, PLAIN, VllmContender
+from headwater.lab.bench.vllm_figures import ContenderCourse, differences, length_figures, median_interval, middle_half
 
 # What a made-up engine takes: `ttft_s` from its own cache, the connector, and computed; and what is wrong with it.
 FAKE = """
@@ -87,15 +87,15 @@ TIMES = {
     OURS: {"cold": 2.5, "local": 0.125, "stored": 0.1875},
 }
 SOURCES = str(Path(vllm.__file__).parents[3])
-SMALL = vllm.Options(
+SMALL = vllm.VllmOptions(
     contenders=("offloading", OURS), shape="tiny", lengths=(256, 512), rounds=4, pairs=6, pair_tokens=256
 )
 
 
-def fake(name: str, log: Path, *traits: str) -> Worker:
+def fake(name: str, log: Path, *traits: str) -> EngineProcess:
     wrong: dict[str, Any] = dict.fromkeys(traits, True)
     script = FAKE.format(sources=SOURCES, traits={"times": TIMES[name], "connector": name != PLAIN, **wrong})
-    return Worker(name, [sys.executable, "-c", script, "{}"], settings={}, log=log)
+    return EngineProcess(name, [sys.executable, "-c", script, "{}"], settings={}, log=log)
 
 
 @pytest.fixture
@@ -104,8 +104,8 @@ def traits(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
 
     def start(
-        contender: Contender, *, python: str, setup: Mapping[str, Any], threads: int, log: Path, **more: Any
-    ) -> Worker:
+        contender: VllmContender, *, python: str, setup: Mapping[str, Any], threads: int, log: Path, **more: Any
+    ) -> EngineProcess:
         return fake(contender.name, log, *found.get(contender.name, ()))
 
     monkeypatch.setattr(vllm, "start_worker", start)
@@ -228,7 +228,7 @@ def test_without_vllm_it_is_one_line() -> None:
 )
 def test_what_cannot_be_measured_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        vllm.Options(**change)
+        vllm.VllmOptions(**change)
 
 
 def test_lmcache_that_is_not_there(tmp_path: Path) -> None:
@@ -296,10 +296,12 @@ def test_noise_that_hits_a_round_hits_no_cost() -> None:
     """A machine that is ten times slower in half of the rounds moves medians, not differences."""
     slow = {number: 0.9 if number % 2 else 0.0 for number in range(10)}
     courses = {
-        "local": Course({number: 0.1 + more for number, more in slow.items()}),
-        "theirs": Course({number: 0.3 + more for number, more in slow.items() if number != 3}, num_discarded=1),
-        "ours": Course({number: 0.2 + more for number, more in slow.items()}),
-        "never": Course(num_discarded=10),
+        "local": ContenderCourse({number: 0.1 + more for number, more in slow.items()}),
+        "theirs": ContenderCourse(
+            {number: 0.3 + more for number, more in slow.items() if number != 3}, num_discarded=1
+        ),
+        "ours": ContenderCourse({number: 0.2 + more for number, more in slow.items()}),
+        "never": ContenderCourse(num_discarded=10),
     }
     found = length_figures(64, courses, local="local", ours="ours")
     assert found["64_ours_cost_ms"] == pytest.approx(100)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab.bench import vllm_alone, vllm_models, vllm_stages
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed, engine_settings
-from headwater.lab.bench.vllm_contenders import OURS, PLAIN, Contender, open_contender
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed, engine_settings
+from headwater.lab.bench.vllm_contenders import OURS, PLAIN, VllmContender, open_contender
 from headwater.lab.bench.vllm_table import ratios_of, summary_of, table_of
 
 FAKE = """
@@ -89,8 +89,8 @@ TIMES = {
 SOURCES = str(Path(vllm_alone.__file__).parents[3])
 
 
-def options(**more: Any) -> vllm_stages.Options:
-    return vllm_stages.Options(
+def options(**more: Any) -> vllm_stages.StageOptions:
+    return vllm_stages.StageOptions(
         **{
             "python": sys.executable,
             "device": "cpu",
@@ -116,11 +116,11 @@ def traits(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """What is wrong with whom; made-up engines in the place of vLLM, and no weights."""
     found: dict[str, tuple[str, ...]] = {}
 
-    def start(contender: Contender, *, log: Path, **more: Any) -> Worker:
+    def start(contender: VllmContender, *, log: Path, **more: Any) -> EngineProcess:
         name = contender.name
         wrong: dict[str, Any] = dict.fromkeys(found.get(name, ()), True)
         script = FAKE.format(sources=SOURCES, traits={"times": TIMES[name], "connector": name != PLAIN, **wrong})
-        return Worker(name, [sys.executable, "-c", script, "{}"], settings={}, log=log)
+        return EngineProcess(name, [sys.executable, "-c", script, "{}"], settings={}, log=log)
 
     monkeypatch.setattr(vllm_alone, "start_worker", start)
     monkeypatch.setattr(vllm_alone, "require_vllm", lambda _: None)
@@ -243,7 +243,7 @@ def test_the_command_line_knows_both_courses() -> None:
 def test_on_a_gpu_everybody_is_as_shipped(tmp_path: Path) -> None:
     (tmp_path / "lmcache").mkdir()
 
-    def extra(name: str, **more: Any) -> tuple[dict[str, Any], Contender]:
+    def extra(name: str, **more: Any) -> tuple[dict[str, Any], VllmContender]:
         with open_contender(
             name, python="", lmcache=tmp_path, room_bytes=1 << 30, device="cuda", ours=more
         ) as contender:

@@ -9,13 +9,14 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from brain_kit import ask, fill_store, finish, jobs, live, run, statuses, the, tier, tokens, told, total, world
-from headwater.cache.match import BlockStatus, Match, Part
+from headwater.cache.match import BlockStatus, Match, MatchPart
 from headwater.cache.state import Brain
 from headwater.config import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.slots import SlotState
 from headwater.testing.brain_machine import BrainMachine
 from headwater.testing.brain_world import ROOTS, World
@@ -35,7 +36,7 @@ def owned(world: World) -> int:
     return world.brain.slots.counts()[SlotState.OWN]
 
 
-# --- one block, one slot ------------------------------------------------------------------------------------------
+# --- one block, one slot ----------------------------------------------------------------------------------------------
 
 
 def test_two_that_compute_one_prompt_end_with_one_block() -> None:
@@ -188,7 +189,7 @@ def test_nothing_at_all() -> None:
     here.close()
 
 
-# --- no room ------------------------------------------------------------------------------------------------------
+# --- no room ----------------------------------------------------------------------------------------------------------
 
 
 def test_refused_for_want_of_room_nothing_leaks() -> None:
@@ -306,7 +307,7 @@ def test_waiting_for_room_is_not_waiting_for_stores() -> None:
     here.now_s += 100.0
     ask(here, "waiting", "", answered=False)
     here.now_s += 0.5
-    finish(here, ev.Look)
+    finish(here, ev.Probe)
     here.now_s += 50.0
     here.want(waiting, 4)
     here.now_s += 0.25
@@ -327,7 +328,7 @@ def test_who_made_way_and_does_not_ask_again_computes() -> None:
     here.close()
 
 
-# --- leaving ------------------------------------------------------------------------------------------------------
+# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_load_may_still_write_to_is_nobodys() -> None:
@@ -381,7 +382,7 @@ def test_leaving_early_has_no_bill() -> None:
     here.close()
 
 
-# --- what a request is told, in every phase -----------------------------------------------------------------------
+# --- what a request is told, in every phase ---------------------------------------------------------------------------
 
 
 def test_block_by_block_from_the_first_question_to_the_end() -> None:
@@ -391,9 +392,9 @@ def test_block_by_block_from_the_first_question_to_the_end() -> None:
     fill_store(here, "disk", "01234")
     guest = ask(here, "guest", "0123456", answered=False)
     assert statuses(here, guest) == ["device"] + ["pending"] * 6
-    here.end(the(here, ev.Look, store="disk"))
+    here.end(the(here, ev.Probe, store="disk"))
     assert statuses(here, guest) == ["device", "disk", "disk", "disk", "disk", "pending", "pending"]
-    here.end(the(here, ev.Look, store="host"))
+    here.end(the(here, ev.Probe, store="host"))
     assert statuses(here, guest) == ["device", "host", "host", "disk", "disk", "miss", "miss"]
     match = here.brain.view("guest")
     assert (match.num_on_device, match.num_hit, match.num_blocks, match.settled) == (1, 5, 7, True)
@@ -423,15 +424,15 @@ def test_what_another_is_about_to_have_is_pending() -> None:
 
 
 def test_a_match_counts_its_parts() -> None:
-    hit = Part(BlockStatus.HIT, "device", 0, 2)
-    match = Match("m", 4, (hit, Part(BlockStatus.HIT, "disk", 2, 3), Part(BlockStatus.PENDING, None, 3, 4)))
+    hit = MatchPart(BlockStatus.HIT, "device", 0, 2)
+    match = Match("m", 4, (hit, MatchPart(BlockStatus.HIT, "disk", 2, 3), MatchPart(BlockStatus.PENDING, None, 3, 4)))
     assert (match.num_on_device, match.num_hit, match.settled) == (2, 3, False)
     assert [status for status, _ in match] == ["hit", "hit", "hit", "pending"]
     assert Match("m", 2, (hit,)).num_hit == 2
-    assert Match("m", 2, (Part(BlockStatus.HIT, "disk", 0, 2),)).num_on_device == 0
+    assert Match("m", 2, (MatchPart(BlockStatus.HIT, "disk", 0, 2),)).num_on_device == 0
 
 
-# --- bills and sums -----------------------------------------------------------------------------------------------
+# --- bills and sums ---------------------------------------------------------------------------------------------------
 
 
 def test_a_bill_says_what_was_worth_what() -> None:
@@ -483,7 +484,7 @@ def test_accounts_keep_totals_and_give_out_what_came_on_top() -> None:
     here.close()
 
 
-# --- jobs ---------------------------------------------------------------------------------------------------------
+# --- jobs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -526,7 +527,7 @@ def test_a_hole_in_a_load_ends_it_there_and_cancels_the_rest() -> None:
     assert (record.hold.num_blocks, record.ready_s) == (1, None)
     here.brain.handle(ev.JobDone(now_s=1.0, job=rest.order.job, results=("hit", "hit")))
     assert (record.hold.num_blocks, record.ready_s) == (1, 1.0), "loaded behind a hole, and computed again"
-    assert record.misses == {ev.MissReason.CORRUPT: 4}
+    assert record.misses == {Reason.CORRUPT: 4}
     here.brain.validate()
 
 
@@ -535,15 +536,15 @@ def test_results_of_jobs_that_ended_or_never_were_are_ignored() -> None:
     here = world(tier())
     fill_store(here, "host", "01")
     guest = ask(here, "guest", "01", answered=False)
-    look = the(here, ev.Look)
-    here.end(look)
+    probe = the(here, ev.Probe)
+    here.end(probe)
     here.want(guest, 2)
     load = the(here, ev.Load)
     here.end(load)
-    for job in (look.order.job, load.order.job, 0, -1, 99, 1 << 70):
+    for job in (probe.order.job, load.order.job, 0, -1, 99, 1 << 70):
         here.ignore(ev.JobDone(now_s=here.now_s, job=job, results=("hit", "hit")))
         here.ignore(ev.JobDone(now_s=here.now_s, job=job, results=()))
-        here.ignore(ev.JobFailed(now_s=here.now_s, job=job, failure=ev.Failure.FAILED))
+        here.ignore(ev.JobFailed(now_s=here.now_s, job=job, failure=Reason.FAILED))
         here.ignore(ev.Copied(now_s=here.now_s, job=job))
     here.close()
 
@@ -567,8 +568,8 @@ def test_giving_up_cancels_and_the_slots_wait_for_the_end() -> None:
     here = world(tier("host"), tier("disk"))
     fill_store(here, "host", "01")
     guest = ask(here, "guest", "012", answered=False)
-    here.end(the(here, ev.Look, store="host"))
-    late = the(here, ev.Look, store="disk")
+    here.end(the(here, ev.Probe, store="host"))
+    late = the(here, ev.Probe, store="disk")
     here.give_up(guest)
     assert late.guest is None
     here.end(late, ["held"] * 3)  # too late to count
@@ -577,7 +578,7 @@ def test_giving_up_cancels_and_the_slots_wait_for_the_end() -> None:
     here.give_up(guest)
     here.give_up(guest)  # again: no harm
     here.refuse(ev.Filled(now_s=here.now_s, request="guest", keys=tuple(guest.keys)))
-    here.fail(the(here, ev.Load), ev.Failure.CANCELLED)
+    here.fail(the(here, ev.Load), Reason.CANCELLED)
     here.fill(guest, 3)
     here.leave(guest)
     assert here.bills[-1].miss_tokens == (("too_late", 12),)
@@ -604,7 +605,7 @@ def test_job_numbers_never_come_twice() -> None:
     here.close()
 
 
-# --- nonsense -----------------------------------------------------------------------------------------------------
+# --- nonsense ---------------------------------------------------------------------------------------------------------
 
 
 def test_nonsense_is_refused_and_changes_nothing() -> None:
@@ -663,14 +664,14 @@ def test_without_tiers_the_list_of_tiers_is_empty() -> None:
 
 def test_a_brain_hears_events_only() -> None:
     here = world(tier())
-    look = the(here, ev.Look, guest=ask(here, "guest", "0", answered=False)).order
-    for wrong in (look, ev.Cancel(job=1), ev.Event(now_s=0.0), None):
+    probe = the(here, ev.Probe, guest=ask(here, "guest", "0", answered=False)).order
+    for wrong in (probe, ev.Cancel(job=1), ev.Event(now_s=0.0), None):
         with pytest.raises(InvalidInput, match="a brain hears events, not"):
             here.brain.handle(wrong)  # type: ignore[arg-type]
     here.close()
 
 
-# --- the same again -----------------------------------------------------------------------------------------------
+# --- the same again ---------------------------------------------------------------------------------------------------
 
 
 def test_an_incident_is_a_file_of_events() -> None:
@@ -698,11 +699,11 @@ def test_a_digest_sees_every_difference() -> None:
         fill_store(here, "host", "01")
         guest = ask(here, "g", "012", answered=False)
         for step in steps:
-            look = jobs(here, ev.Look)
-            if step == "look":
-                here.end(look[0])
+            probe = jobs(here, ev.Probe)
+            if step == "probe":
+                here.end(probe[0])
             elif step == "fail":
-                here.fail(look[0])
+                here.fail(probe[0])
             elif step == "want":
                 here.want(guest, 3)
             elif step == "load":
@@ -716,8 +717,8 @@ def test_a_digest_sees_every_difference() -> None:
         return here.brain.digest()
 
     histories = [
-        (), ("look",), ("fail",), ("give up",), ("want",), ("look", "want"), ("look", "want", "load"), ("off",),
-        ("leave",), ("leave", "look"), ("look", "want", "leave"), ("look", "want", "load", "leave"), ("want", "leave"),
+        (), ("probe",), ("fail",), ("give up",), ("want",), ("probe", "want"), ("probe", "want", "load"), ("off",),
+        ("leave",), ("leave", "probe"), ("probe", "want", "leave"), ("probe", "want", "load", "leave"), ("want", "leave"),
     ]  # fmt: skip
     digests = [state(*history) for history in histories]
     assert len(set(digests)) == len(digests)
@@ -742,7 +743,7 @@ def test_tells_are_for_people() -> None:
     assert told(here.tell(ev.StoreOn(now_s=0.0, store="host")), "tier_switched_on") == [{"tier": "host"}]
 
 
-# --- what `validate` is for ---------------------------------------------------------------------------------------
+# --- what `validate` is for -------------------------------------------------------------------------------------------
 
 
 def contradiction(complaint: str) -> Callable[[Callable[[World], None]], Callable[[World], None]]:

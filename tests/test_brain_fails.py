@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from brain_kit import fail_at
 from headwater.cache.cache import TieredCache
-from headwater.cache.executor import NoHands
+from headwater.cache.executor import NoExecutor
 from headwater.cache.match import BlockStatus
 from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
@@ -24,6 +24,7 @@ from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
@@ -33,7 +34,7 @@ from headwater.metrics import Metrics
 from headwater.policy import policy_by_name
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
-from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualHands, path_keys
+from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualExecutor, path_keys
 from headwater.transfer.device.arena import DeviceCache
 from test_connector import WAIT_S, WISHES, Client, Rig, Tape, Wish, rig
 from test_vllm_sides import engine_of, prompts, run
@@ -105,8 +106,8 @@ def test_what_is_withheld_is_not_given_out_before_it_is_vacated() -> None:
 # --- call by call -----------------------------------------------------------------------------------------------------
 
 
-class Busy(NoHands):
-    """Hands that never finish anything by themselves."""
+class Busy(NoExecutor):
+    """An executor that never finishes anything by itself."""
 
     def __init__(self) -> None:
         self.said: list[ev.Instruction] = []
@@ -118,9 +119,9 @@ class Busy(NoHands):
         return [one for one in self.said if isinstance(one, kind)]
 
 
-def cached(hands: NoHands | None = None, **options: Any) -> TieredCache:
+def cached(executor: NoExecutor | None = None, **options: Any) -> TieredCache:
     config = CacheConfig(**{**SIZES, "tiers": (TierConfig(name="host"),), **options})
-    return TieredCache(Brain(config), hands or Busy(), clock=FakeClock(), metrics=Metrics())
+    return TieredCache(Brain(config), executor or Busy(), clock=FakeClock(), metrics=Metrics())
 
 
 class Stillborn(Brain):
@@ -143,11 +144,11 @@ def live(cache: TieredCache, name: str, num_blocks: int = 3, keys: Sequence[Bloc
 @pytest.mark.parametrize("call", ["match", "reserve", "commit", "release", "give_up", "pace", "deliver", "off"])
 @pytest.mark.parametrize("half", [0, 1], ids=["at once", "half done"])
 def test_whichever_call_meets_it_the_engine_goes_on(call: str, half: int, caplog: pytest.LogCaptureFixture) -> None:
-    hands = Busy()
-    cache = cached(hands)
+    executor = Busy()
+    cache = cached(executor)
     table = live(cache, "a")
     assert table is not None
-    looks = hands.jobs(ev.Look)
+    probes = executor.jobs(ev.Probe)
     fail_at(cache.brain, half)
     if half:
         cache.pace(1.0, 0.0)
@@ -159,7 +160,7 @@ def test_whichever_call_meets_it_the_engine_goes_on(call: str, half: int, caplog
         "give_up": lambda: cache.give_up("a"),
         "pace": lambda: cache.pace(0.5, 0.5),
         "deliver": lambda: cache.deliver(
-            ev.JobFailed(now_s=0.0, job=looks[0].job, failure=ev.Failure.LATE, why="as the test wants it")
+            ev.JobFailed(now_s=0.0, job=probes[0].job, failure=Reason.LATE, why="as the test wants it")
         ),
         "off": lambda: cache.deliver(ev.StoreOff(now_s=0.0, store="host", why="as the test wants it")),
     }
@@ -172,8 +173,8 @@ def test_whichever_call_meets_it_the_engine_goes_on(call: str, half: int, caplog
     assert "headwater_brain_failed 1.0" in cache.metrics.prometheus()
     assert cache.troubles()["brain"] == cache.failed
     assert isinstance(cache.brain, MissBrain)
-    cancelled = {one.job for one in hands.said if isinstance(one, ev.Cancel)}
-    assert {job.job for job in hands.jobs()} - cancelled <= ({looks[0].job} if call == "deliver" else set())
+    cancelled = {one.job for one in executor.said if isinstance(one, ev.Cancel)}
+    assert {job.job for job in executor.jobs()} - cancelled <= ({probes[0].job} if call == "deliver" else set())
     # Whoever was here may go on as it was, and gets nothing more; who comes now finds nothing, and has room.
     assert call == "release" or cache.poll("a").num_ready == (1 if call == "commit" else 0)
     assert call == "release" or cache.reserve("a", 5) is None
@@ -183,7 +184,7 @@ def test_whichever_call_meets_it_the_engine_goes_on(call: str, half: int, caplog
     assert slots is not None
     assert call == "release" or not set(slots) & set(table)
     assert cache.commit("new", KEYS) == 3
-    assert hands.jobs() == looks, "nothing is looked up, loaded or saved"
+    assert executor.jobs() == probes, "nothing is looked up, loaded or saved"
     assert cache.match("next", KEYS, root=ROOT).num_hit == 0
     cache.brain.validate()
     if call != "release":
@@ -194,8 +195,8 @@ def test_whichever_call_meets_it_the_engine_goes_on(call: str, half: int, caplog
     cache.release("next")
     if call == "match":
         cache.release("b")
-    for job in looks:
-        cache.deliver(ev.JobFailed(now_s=0.0, job=job.job, failure=ev.Failure.CANCELLED))
+    for job in probes:
+        cache.deliver(ev.JobFailed(now_s=0.0, job=job.job, failure=Reason.CANCELLED))
     assert cache.brain.slots.counts()[SlotState.FREE] == 8
     assert len(loud(caplog)) == 1
 
@@ -214,31 +215,31 @@ def test_what_was_interrupted_half_way_is_not_believed(caplog: pytest.LogCapture
 
 @pytest.mark.fault("D2")
 def test_an_interrupt_at_a_glance_loses_no_job() -> None:
-    class Glancing(Busy):
-        def glance(self, look: ev.Look) -> tuple[str, ...] | None:
+    class Cached(Busy):
+        def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
             raise KeyboardInterrupt
 
-    hands = Glancing()
-    cache = cached(hands, tiers=(TierConfig(name="host"), TierConfig(name="disk")))
+    executor = Cached()
+    cache = cached(executor, tiers=(TierConfig(name="host"), TierConfig(name="disk")))
     with pytest.raises(KeyboardInterrupt):
         cache.match("a", KEYS, root=ROOT)
-    assert [look.store for look in hands.jobs(ev.Look)] == ["host", "disk"]
+    assert [probe.store for probe in executor.jobs(ev.Probe)] == ["host", "disk"]
     assert cache.failed is None
-    for look in hands.jobs(ev.Look):
-        cache.deliver(ev.JobDone(now_s=0.0, job=look.job, results=("held",) * 3))
+    for probe in executor.jobs(ev.Probe):
+        cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=("held",) * 3))
     assert cache.match("a", KEYS, root=ROOT).num_hit == 3
 
 
 @pytest.mark.fault("D3")
 def test_a_slot_that_a_late_load_may_write_is_nobodys() -> None:
-    hands = Busy()
-    cache = cached(hands)
+    executor = Busy()
+    cache = cached(executor)
     cache.match("a", KEYS, root=ROOT)
-    (look,) = hands.jobs(ev.Look)
-    cache.deliver(ev.JobDone(now_s=0.0, job=look.job, results=("held",) * 3))
+    (probe,) = executor.jobs(ev.Probe)
+    cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=("held",) * 3))
     table = cache.reserve("a", 4)
     assert table is not None
-    (load,) = hands.jobs(ev.Load)
+    (load,) = executor.jobs(ev.Load)
     assert cache.poll("a").loading
     cache.deliver(ev.StoreOff(now_s=0.0, store="nowhere", why=""))  # refused, and nothing else
     assert cache.failed is None
@@ -254,19 +255,19 @@ def test_a_slot_that_a_late_load_may_write_is_nobodys() -> None:
             break
         seen |= set(slots)
     assert seen == set(range(8)) - set(table[:3]), "its last slot was the request's alone"
-    cache.deliver(ev.JobFailed(now_s=0.0, job=load.job, failure=ev.Failure.CANCELLED))
+    cache.deliver(ev.JobFailed(now_s=0.0, job=load.job, failure=Reason.CANCELLED))
     assert live(cache, "last", 3) is not None
     cache.brain.validate()
 
 
 @pytest.mark.fault("D3")
 def test_a_save_that_has_not_read_its_slots_keeps_them() -> None:
-    hands = Busy()
-    cache = cached(hands, num_slots=4)
+    executor = Busy()
+    cache = cached(executor, num_slots=4)
     table = live(cache, "a")
     assert table is not None
     cache.commit("a", KEYS)
-    (save,) = hands.jobs(ev.Save)
+    (save,) = executor.jobs(ev.Save)
     fail_at(cache.brain, 0)
     cache.pace(1.0, 0.0)
     cache.release("a")
@@ -278,8 +279,8 @@ def test_a_save_that_has_not_read_its_slots_keeps_them() -> None:
 
 @pytest.mark.fault("D3")
 def test_a_fresh_brain_begins_with_nothing_and_with_other_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    hands = Busy()
-    cache = cached(hands)
+    executor = Busy()
+    cache = cached(executor)
     table = live(cache, "a", 2)
     assert table is not None
     cache.pace(3.0, 1.0)
@@ -287,7 +288,7 @@ def test_a_fresh_brain_begins_with_nothing_and_with_other_numbers(caplog: pytest
     assert not cache.revive_brain(), "it has not failed"
     fail_at(cache.brain, 0)
     cache.commit("a", KEYS[:2])
-    before = max(job.job for job in hands.jobs())
+    before = max(job.job for job in executor.jobs())
     missing = live(cache, "b", 2)
     generation = cache.generation
     assert cache.revive_brain()
@@ -296,11 +297,11 @@ def test_a_fresh_brain_begins_with_nothing_and_with_other_numbers(caplog: pytest
     assert cache.troubles() == {"host": "damaged"}, "what is off stays off"
     assert (cache.brain.cost.base_s, cache.brain.cost.slope_s) == (3.0, 1.0)
     assert cache.brain.withheld == set(table) | set(missing or ())
-    for late in hands.jobs():  # of a brain that is gone
+    for late in executor.jobs():  # of a brain that is gone
         cache.deliver(ev.JobDone(now_s=0.0, job=late.job, results=("held",) * 3))
     cache.deliver(ev.StoreOn(now_s=0.0, store="host"))
     assert cache.match("c", KEYS, root=ROOT).num_on_device == 0, "nothing is known of what came before"
-    assert min(job.job for job in hands.jobs() if job.job > before) > before
+    assert min(job.job for job in executor.jobs() if job.job > before) > before
     assert cache.reserve("c", 5) is None
     for name in ("a", "b"):
         assert cache.commit(name, KEYS[2:3]) == 3 if name == "a" else cache.commit(name, KEYS[:1]) == 1
@@ -340,16 +341,16 @@ def test_hands_that_take_no_more_are_no_reason_to_raise() -> None:
 @pytest.mark.fault("D3")
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_cache_whose_brain_fails_while_it_is_closed_is_closed(number: int) -> None:
-    hands = Busy()
-    cache = cached(hands)
+    executor = Busy()
+    cache = cached(executor)
     for name in ("a", "b", "c"):
         assert live(cache, name, 2, KEYS[:2]) is not None
     fail_at(cache.brain, number)
     assert cache.close()
     assert cache.failed is not None
     assert not cache._old.grants
-    for job in hands.jobs():
-        cache.deliver(ev.JobFailed(now_s=0.0, job=job.job, failure=ev.Failure.CANCELLED))
+    for job in executor.jobs():
+        cache.deliver(ev.JobFailed(now_s=0.0, job=job.job, failure=Reason.CANCELLED))
     assert cache.brain.slots.counts()[SlotState.FREE] == 8
 
 
@@ -388,7 +389,7 @@ def test_the_cluster_hears_that_nothing_is_held() -> None:
     cache.commit("a", KEYS)
     fail_at(cache.brain, 0)
     cache.release("a")
-    assert heard[-2:] == [ev.Lost(tier="device"), ev.Lost(tier="host")]
+    assert heard[-2:] == [ev.TierLost(tier="device"), ev.TierLost(tier="host")]
     live(cache, "b")
     cache.commit("b", KEYS)
     assert len(heard) == 3, "what is computed now is nobody's to hear of"
@@ -396,7 +397,7 @@ def test_the_cluster_hears_that_nothing_is_held() -> None:
     assert cache.revive_brain()
     live(cache, "c")
     cache.commit("c", KEYS)
-    assert isinstance(heard[-1], ev.Came)
+    assert isinstance(heard[-1], ev.Stored)
 
 
 # --- many caches and jobs in any order, every byte looked at ----------------------------------------------------------
@@ -429,17 +430,17 @@ def test_no_wrong_byte_and_nothing_lost_whenever_brains_fail(seed: int, caplog: 
 
 
 def test_jobs_of_a_failed_brain_end_in_virtual_time() -> None:
-    """Cancels are reported from within, as where hands answer at once."""
+    """Cancels are reported from within, as where an executor answers at once."""
     simulation = Failing(99)
     engine = simulation.engines[0]
-    hands = engine._hands
-    assert isinstance(hands, VirtualHands)
+    executor = engine._executor
+    assert isinstance(executor, VirtualExecutor)
     request = engine.arrive([1, 2, 3])
-    assert hands.queued
+    assert executor.queued
     fail_at(engine.cache.brain, 0)
     engine.ask(request)
-    hands.tell()
-    assert not hands.queued
+    executor.tell()
+    assert not executor.queued
     assert not engine.cache._old.jobs
     engine.finish()
 
@@ -493,10 +494,10 @@ def test_answers_are_right_at_whatever_event_it_fails(
 ) -> None:
     store = MemoryStore(1 << 20)
     if warm:  # so that there is something to load
-        with rig(store, num_slots=num_slots, look_s=0.05) as one, engine_on(one) as engine:
+        with rig(store, num_slots=num_slots, probe_s=0.05) as one, engine_on(one) as engine:
             ask_all(engine, wishes)
     with (
-        rig(store, num_slots=num_slots, look_s=0.05) as one,
+        rig(store, num_slots=num_slots, probe_s=0.05) as one,
         engine_on(one, step_tokens=step_tokens) as engine,
     ):
         fail_at(one.cache.brain, number)

@@ -10,6 +10,7 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 
 ROOT = BlockKey(hashlib.sha256(b"root").digest())
 
@@ -50,8 +51,8 @@ class Desk:
         self.jobs.remove(job)
         return job
 
-    def answer_look(self, result: str) -> None:
-        job = self.take(ev.Look)
+    def answer_probe(self, result: str) -> None:
+        job = self.take(ev.Probe)
         self.tell(ev.JobDone, job=job.job, results=(result,) * len(job.keys))
 
     def want(self, name: str, num_blocks: int) -> bool:
@@ -62,17 +63,17 @@ def test_saves_that_wait_for_a_slow_store_give_way_to_a_request() -> None:
     desk = Desk(brain(TierConfig(name="host")))
     keys = chain("a", 10)
     desk.arrive("a", keys)
-    desk.answer_look("absent")
+    desk.answer_probe("absent")
     assert desk.want("a", 10)
     desk.tell(ev.Filled, request="a", keys=keys)
     desk.tell(ev.Left, request="a")
     save = desk.take(ev.Save)
     desk.arrive("b", chain("b", 1))
-    assert not desk.want("b", 1)  # the hands have not read the blocks yet
+    assert not desk.want("b", 1)  # the executor has not read the blocks yet
     assert desk.cancelled == [save.job, *desk.cancelled[1:]]
     assert not desk.want("b", 1)
     assert desk.cancelled.count(save.job) == 1  # told once
-    desk.tell(ev.JobFailed, job=save.job, failure=ev.Failure.CANCELLED)
+    desk.tell(ev.JobFailed, job=save.job, failure=Reason.CANCELLED)
     assert desk.want("b", 1)
 
 
@@ -82,7 +83,7 @@ def test_a_store_that_answers_and_cannot_be_read_is_left_alone(results: tuple[st
     loads = 0
     for i in range(6):
         desk.arrive(f"{i}", chain(f"{i}", 3))
-        desk.answer_look("held")
+        desk.answer_probe("held")
         assert desk.want(f"{i}", 3)
         if desk.jobs:
             loads += 1
@@ -95,11 +96,11 @@ def test_a_store_that_does_not_answer_is_left_alone_though_nobody_waits_for_it()
     desk = Desk(brain(TierConfig(name="host", breaker_failures=3), num_slots=100))
     for i in range(20):
         desk.arrive(f"{i}", chain(f"{i}", 1))
-        looks, desk.jobs = desk.jobs, []
+        probes, desk.jobs = desk.jobs, []
         desk.now_s += 0.15
         assert desk.want(f"{i}", 1)  # the engine goes on
-        for job in looks:
-            desk.tell(ev.JobFailed, job=job.job, failure=ev.Failure.CANCELLED)
+        for job in probes:
+            desk.tell(ev.JobFailed, job=job.job, failure=Reason.CANCELLED)
     assert desk.brain.tiers["host"].state is not BreakerState.CLOSED
     assert len(desk.cancelled) < 8
 
@@ -109,7 +110,7 @@ def test_a_tier_that_was_too_slow_is_tried_again() -> None:
     loaded = []
     for i, seconds in enumerate((5.0, 0.001, 0.001)):
         desk.arrive(f"{i}", chain(f"{i}", 2))
-        desk.answer_look("held")
+        desk.answer_probe("held")
         assert desk.want(f"{i}", 2)
         loaded.append(bool(desk.jobs))
         for job in [one for one in desk.jobs if isinstance(one, ev.Load)]:
@@ -134,7 +135,7 @@ def test_dropped_blocks_are_counted_once() -> None:
 def test_a_store_that_comes_back_may_be_empty() -> None:
     desk = Desk(brain(TierConfig(name="host")))
     desk.arrive("a", chain("a", 2))
-    desk.answer_look("absent")
+    desk.answer_probe("absent")
     desk.want("a", 3)
     desk.tell(ev.Filled, request="a", keys=chain("a", 2))
     desk.tell(ev.JobDone, job=desk.take(ev.Save).job, results=("stored", "stored"))
@@ -150,13 +151,13 @@ def test_what_was_saved_behind_a_hole_is_saved_again() -> None:
     desk = Desk(brain(TierConfig(name="host")))
     keys = chain("a", 4)
     desk.arrive("a", keys)
-    desk.answer_look("absent")
+    desk.answer_probe("absent")
     desk.want("a", 5)
     desk.tell(ev.Filled, request="a", keys=keys[:2])
     desk.tell(ev.Filled, request="a", keys=keys[2:])
     first, second = desk.take(ev.Save), desk.take(ev.Save)
     desk.tell(ev.JobDone, job=second.job, results=("stored", "stored"))  # by a store that knows no parents
-    desk.tell(ev.JobFailed, job=first.job, failure=ev.Failure.FAILED)
+    desk.tell(ev.JobFailed, job=first.job, failure=Reason.FAILED)
     desk.tell(ev.Filled, request="a", keys=chain("a", 5)[4:])
     save = desk.take(ev.Save)
     assert isinstance(save, ev.Save)
@@ -167,7 +168,7 @@ def test_the_bill_counts_the_wait_for_answers() -> None:
     desk = Desk(brain(TierConfig(name="host"), compute_base_s=0.02))
     desk.arrive("a", chain("a", 2))
     desk.now_s = 0.4
-    desk.answer_look("held")
+    desk.answer_probe("held")
     desk.now_s = 7.0  # it was not its turn before
     desk.want("a", 2)
     desk.now_s = 7.1
@@ -181,13 +182,13 @@ def test_requests_that_wait_for_one_prefix_promote_it_once() -> None:
     desk = Desk(brain(TierConfig(name="host"), TierConfig(name="disk"), num_slots=100))
     for i in range(5):
         desk.arrive(f"{i}", chain("a", 3))
-        desk.answer_look("absent")
-        desk.answer_look("held")
+        desk.answer_probe("absent")
+        desk.answer_probe("held")
     assert [type(job) for job in desk.jobs] == [ev.Promote]
     desk.tell(ev.JobDone, job=desk.take(ev.Promote).job, results=("late",) * 3)
     desk.arrive("again", chain("a", 3))
-    desk.answer_look("absent")
-    desk.answer_look("held")
+    desk.answer_probe("absent")
+    desk.answer_probe("held")
     assert [type(job) for job in desk.jobs] == [ev.Promote]  # the first did not come through
 
 
@@ -217,7 +218,7 @@ def test_a_digest_covers_what_comes_next() -> None:
         desk = Desk(brain(TierConfig(name="host"), TierConfig(name="disk"), prefetch=False))
         desk.arrive("a", chain("a", 4))
         for answers in (("held", "held", "absent", "absent"), ("absent", "absent", "held", "held")):
-            desk.tell(ev.JobDone, job=desk.take(ev.Look).job, results=answers)
+            desk.tell(ev.JobDone, job=desk.take(ev.Probe).job, results=answers)
         desk.want("a", 4)
         desk.take(ev.Load)
         desk.tell(ev.JobDone, job=desk.take(ev.Load).job, results=results)  # the second row came first

@@ -23,6 +23,7 @@ from brain_kit import (
 from headwater.config import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
+from headwater.core.results import Reason
 from headwater.testing.brain_world import ROOTS, TENANTS, World
 from headwater.testing.index_machine import path_keys
 
@@ -49,18 +50,20 @@ def breaker(world: World, store: str = "host") -> BreakerState:
     return world.brain.tiers[store].state
 
 
-# --- asking -------------------------------------------------------------------------------------------------------
+# --- asking -----------------------------------------------------------------------------------------------------------
 
 
 def test_all_stores_are_asked_at_once_and_once_for_what_is_not_on_the_device() -> None:
-    here = world(tier("host", look_timeout_s=0.2), tier("disk", look_timeout_s=0.4))
+    here = world(tier("host", probe_timeout_s=0.2), tier("disk", probe_timeout_s=0.4))
     live(here, "before", "01")
     guest = ask(here, "guest", "0123", answered=False)
-    looks = [look.order for look in jobs(here, ev.Look)]
-    assert [(look.store, look.keys) for look in looks] == [(name, tuple(guest.keys[2:])) for name in ("host", "disk")]
-    assert [round(look.deadline_s - here.now_s, 9) for look in looks] == [0.2, 0.4]
+    probes = [probe.order for probe in jobs(here, ev.Probe)]
+    assert [(probe.store, probe.keys) for probe in probes] == [
+        (name, tuple(guest.keys[2:])) for name in ("host", "disk")
+    ]
+    assert [round(probe.deadline_s - here.now_s, 9) for probe in probes] == [0.2, 0.4]
     ask(here, "guest", "", answered=False)
-    assert len(jobs(here, ev.Look)) == 2
+    assert len(jobs(here, ev.Probe)) == 2
     here.close()
 
 
@@ -84,7 +87,7 @@ def test_what_comes_to_the_device_while_one_waits_needs_no_store() -> None:
     here.close()
 
 
-# --- loading ------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_come_from_the_fastest_store_that_has_them() -> None:
@@ -231,7 +234,7 @@ def test_a_measurement_that_is_none_is_not_remembered(seconds: float) -> None:
     assert here.brain.tiers["host"].loading.facts()[0] is None
 
 
-# --- why a block had to be computed -------------------------------------------------------------------------------
+# --- why a block had to be computed -----------------------------------------------------------------------------------
 
 
 def never_stored(here: World) -> None:
@@ -258,9 +261,9 @@ def store_was_down(here: World) -> None:
     here.want(ask(here, "guest", "01"), 2)
 
 
-def look_failed(here: World) -> None:
+def probe_failed(here: World) -> None:
     guest = ask(here, "guest", "01", answered=False)
-    here.fail(the(here, ev.Look))
+    here.fail(the(here, ev.Probe))
     here.want(guest, 2)
 
 
@@ -287,7 +290,7 @@ def bad_page(fault: str) -> Callable[[World], None]:
 
 def answer_was_late(here: World) -> None:
     guest = ask(here, "guest", "01", answered=False)
-    here.fail(the(here, ev.Look), ev.Failure.LATE)
+    here.fail(the(here, ev.Probe), Reason.LATE)
     here.want(guest, 2)
 
 
@@ -298,7 +301,7 @@ def nobody_waited_for_the_answer(here: World) -> None:
 def load_was_late(here: World) -> None:
     fill_store(here, "host", "01")
     here.want(ask(here, "guest", "01"), 2)
-    here.fail(the(here, ev.Load), ev.Failure.LATE)
+    here.fail(the(here, ev.Load), Reason.LATE)
 
 
 def not_worth_it(here: World) -> None:
@@ -313,7 +316,7 @@ def not_worth_it(here: World) -> None:
         (evicted_from_the_device, "evicted"),
         (evicted_from_the_store_since, "evicted"),
         (store_was_down, "failed"),
-        (look_failed, "failed"),
+        (probe_failed, "failed"),
         (load_failed, "failed"),
         (load_answered_what_nobody_knows, "failed"),
         *((bad_page(fault), "corrupt") for fault in ("corrupt", "foreign", "short", "stale", "unknown_version")),
@@ -336,7 +339,7 @@ def test_every_miss_has_its_reason(step: Callable[[World], None], reason: str) -
 
 
 def test_every_reason_is_covered_above() -> None:
-    assert {"never_stored", "evicted", "failed", "corrupt", "too_late", "not_worth_it"} == set(ev.MissReason)
+    assert {"never_stored", "evicted", "failed", "corrupt", "too_late", "not_worth_it"} == set(Reason)
 
 
 def test_reasons_block_by_block() -> None:
@@ -368,7 +371,7 @@ def test_who_left_is_remembered_for_a_while(ghosts: int, reason: str) -> None:
     here.close()
 
 
-# --- saving -------------------------------------------------------------------------------------------------------
+# --- saving -----------------------------------------------------------------------------------------------------------
 
 
 def test_saved_on_commit_what_is_new_in_one_row() -> None:
@@ -700,7 +703,7 @@ def test_saves_that_keep_room_are_given_up_for_one_who_would_run() -> None:
     assert here.want(other, 3) is None
     assert (kept.cancelled, useless.cancelled) == (True, False), "what runs keeps its blocks anyway"
     assert here.want(other, 3) is None  # told once
-    here.fail(kept, ev.Failure.CANCELLED)
+    here.fail(kept, Reason.CANCELLED)
     assert here.want(other, 3) is not None
     assert total(here, "dropped_blocks_total", reason="cancelled") == 4
     here.fill(running, 0)
@@ -744,7 +747,7 @@ def test_what_is_stored_behind_a_hole_is_not_called_dropped() -> None:
     here.close()
 
 
-# --- what a store cannot keep up with -----------------------------------------------------------------------------
+# --- what a store cannot keep up with ---------------------------------------------------------------------------------
 
 
 def test_a_queue_that_is_full_takes_no_more() -> None:
@@ -793,7 +796,7 @@ def test_a_store_that_is_down_gets_nothing() -> None:
     here.close()
 
 
-# --- a store that fails -------------------------------------------------------------------------------------------
+# --- a store that fails -----------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_keeps_failing_is_left_alone_and_tried_with_one_call() -> None:
@@ -801,11 +804,11 @@ def test_a_store_that_keeps_failing_is_left_alone_and_tried_with_one_call() -> N
     fill_store(here, "disk", "01")
     for name in ("a", "b"):
         ask(here, name, "01", answered=False)
-    first, second = jobs(here, ev.Look, store="host")
+    first, second = jobs(here, ev.Probe, store="host")
     here.fail(first)
     assert breaker(here) is BreakerState.CLOSED
     out = here.brain.accounts.totals
-    here.fail(second, ev.Failure.LATE)
+    here.fail(second, Reason.LATE)
     assert breaker(here) is BreakerState.OPEN
     assert out is here.brain.accounts.totals
     guest = ask(here, "c", "01")
@@ -816,14 +819,14 @@ def test_a_store_that_keeps_failing_is_left_alone_and_tried_with_one_call() -> N
     assert breaker(here) is BreakerState.HALF_OPEN
     ask(here, "e", "01", answered=False)
     assert len(jobs(here, store="host")) == 1  # one probe
-    here.fail(the(here, ev.Look, store="host"))
+    here.fail(the(here, ev.Probe, store="host"))
     assert breaker(here) is BreakerState.OPEN
     here.now_s += 1.5
     ask(here, "f", "01", answered=False)
     assert jobs(here, store="host") == []  # twice as long now
     here.now_s += 0.5
     ask(here, "g", "01", answered=False)
-    here.end(the(here, ev.Look, store="host"))
+    here.end(the(here, ev.Probe, store="host"))
     assert breaker(here) is BreakerState.CLOSED
     here.close()
 
@@ -833,11 +836,11 @@ def test_what_a_breaker_does_is_told() -> None:
     brain = here.brain
     keys = tuple(path_keys(tokens("0")))
     brain.handle(ev.Arrived(now_s=0.0, request="a", keys=keys, root=ROOTS[0]))
-    out = brain.handle(ev.JobFailed(now_s=0.0, job=1, failure=ev.Failure.LATE, why="no answer"))
-    assert told(out, "tier_paused") == [{"tier": "host", "job": "look", "why": "late"}]
+    out = brain.handle(ev.JobFailed(now_s=0.0, job=1, failure=Reason.LATE, why="no answer"))
+    assert told(out, "tier_paused") == [{"tier": "host", "job": "probe", "why": "late"}]
     brain.handle(ev.Arrived(now_s=2.0, request="b", keys=keys, root=ROOTS[0]))
     out = brain.handle(ev.JobDone(now_s=2.0, job=2, results=("absent",)))
-    assert told(out, "tier_resumed") == [{"tier": "host", "job": "look"}]
+    assert told(out, "tier_resumed") == [{"tier": "host", "job": "probe"}]
 
 
 @pytest.mark.parametrize(
@@ -862,13 +865,13 @@ def test_results_that_speak_against_a_store(results: list[str], state: BreakerSt
 def test_a_cancelled_probe_proves_nothing_and_the_next_one_probes() -> None:
     here = world(tier(breaker_failures=1))
     guest = ask(here, "a", "0", answered=False)
-    here.fail(the(here, ev.Look))
+    here.fail(the(here, ev.Probe))
     here.now_s += 2.0
     here.leave(guest)
     guest = ask(here, "b", "0", answered=False)
     assert breaker(here) is BreakerState.HALF_OPEN
     here.leave(guest)
-    here.fail(the(here, ev.Look), ev.Failure.CANCELLED)
+    here.fail(the(here, ev.Probe), Reason.CANCELLED)
     ask(here, "c", "0", answered=False)
     assert breaker(here) is BreakerState.OPEN  # after a pause, or every request would be a probe
     here.now_s += 2.0
@@ -886,7 +889,7 @@ def test_an_answer_that_nobody_waited_for_speaks_against_a_store_that_was_given_
     guest = ask(here, "a", "0", answered=False)
     here.now_s += patience_s
     here.give_up(guest)
-    here.fail(the(here, ev.Look), ev.Failure.CANCELLED)
+    here.fail(the(here, ev.Probe), Reason.CANCELLED)
     assert breaker(here) is state
     here.close()
 
@@ -897,10 +900,10 @@ def test_a_load_or_a_save_that_was_cancelled_says_nothing() -> None:
     guest = ask(here, "a", "012")
     here.want(guest, 3)
     here.now_s += 1.0
-    here.fail(the(here, ev.Load), ev.Failure.CANCELLED)
+    here.fail(the(here, ev.Load), Reason.CANCELLED)
     here.fill(guest, 3)
     here.now_s += 1.0
-    here.fail(the(here, ev.Save), ev.Failure.CANCELLED)
+    here.fail(the(here, ev.Save), Reason.CANCELLED)
     assert breaker(here) is BreakerState.CLOSED
     here.close()
 
@@ -911,7 +914,7 @@ def test_what_can_be_asked_may_still_not_be_read() -> None:
     fill_store(here, "host", "01")
     for name in ("a", "b"):
         here.want(ask(here, name, "01"), 2)
-        here.fail(the(here, ev.Load), ev.Failure.LATE)
+        here.fail(the(here, ev.Load), Reason.LATE)
     third = ask(here, "c", "01")
     assert statuses(here, third) == ["host"] * 2
     here.want(third, 2)
@@ -925,7 +928,7 @@ def test_a_store_that_is_off_stays_off_whatever_ends() -> None:
     here = world(tier())
     ask(here, "a", "0", answered=False)
     here.tell(ev.StoreOff(now_s=0.0, store="host", why="bad pages"))
-    here.end(the(here, ev.Look))
+    here.end(the(here, ev.Probe))
     assert breaker(here) is BreakerState.OFF
     here.now_s += 1e6
     ask(here, "b", "1", answered=False)
@@ -936,7 +939,7 @@ def test_a_store_that_is_off_stays_off_whatever_ends() -> None:
     here.close()
 
 
-# --- bringing it nearer -------------------------------------------------------------------------------------------
+# --- bringing it nearer -----------------------------------------------------------------------------------------------
 
 
 def nearer(**options: int) -> World:
@@ -980,8 +983,8 @@ def test_nothing_is_brought_where_that_was_not_wanted_or_makes_no_sense() -> Non
     ask(here, "all there", "01")
     ask(here, "nowhere", "7")
     fill_store(here, "disk", "55")
-    here.fail(the(here, ev.Look, store="host", guest=ask(here, "unanswered", "55", answered=False)))
-    finish(here, ev.Look)
+    here.fail(the(here, ev.Probe, store="host", guest=ask(here, "unanswered", "55", answered=False)))
+    finish(here, ev.Probe)
     assert jobs(here) == []
     here.close()
 
@@ -1044,10 +1047,10 @@ def test_what_was_brought_is_not_lost_on_one_who_asked_again() -> None:
     promote = the(here, ev.Promote)
     assert here.want(ask(here, "runner", "777"), 4) is not None
     ask(here, "waiting", "", answered=False)
-    assert len(jobs(here, ev.Look, guest=waiting)) == 2
+    assert len(jobs(here, ev.Probe, guest=waiting)) == 2
     here.end(promote)  # the fastest is just being asked
     here.check()
-    finish(here, ev.Look)
+    finish(here, ev.Probe)
     assert statuses(here, waiting) == ["host"] * 4
     here.close()
 
@@ -1057,15 +1060,15 @@ def test_a_promotion_is_no_probe_and_blames_nobody() -> None:
     here = world(tier("host", breaker_failures=1), tier("disk", breaker_failures=1), prefetch=True)
     fill_store(here, "disk", "01")
     guest = ask(here, "guest", "01", answered=False)
-    here.end(the(here, ev.Look, store="host"))
-    here.fail(the(here, ev.Look, store="host", guest=ask(here, "other", "7", answered=False)))
+    here.end(the(here, ev.Probe, store="host"))
+    here.fail(the(here, ev.Probe, store="host", guest=ask(here, "other", "7", answered=False)))
     assert breaker(here) is BreakerState.OPEN
     here.now_s += 2.0
-    here.end(the(here, ev.Look, store="disk", guest=guest))
+    here.end(the(here, ev.Probe, store="disk", guest=guest))
     assert jobs(here, ev.Promote) == []
     assert breaker(here) is BreakerState.OPEN
     ask(here, "probe", "8", answered=False)
-    here.end(the(here, ev.Look, store="host"))
+    here.end(the(here, ev.Probe, store="host"))
     assert breaker(here) is BreakerState.CLOSED
     ask(here, "again", "01")
     here.fail(the(here, ev.Promote))

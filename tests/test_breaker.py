@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from headwater.cache.accounts import Accounts
-from headwater.cache.placement import ComputeCost, Pace, TierState, load_pays
+from headwater.cache.placement import BytePace, ComputeCost, TierState, load_pays
 from headwater.cache.records import JobKind
 from headwater.config import TierConfig
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
@@ -145,11 +145,11 @@ def test_off_is_off() -> None:
     assert breaker.failed(0.0)
 
 
-# --- how fast -----------------------------------------------------------------------------------------------------
+# --- how fast ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_pace_is_unknown_then_smoothed() -> None:
-    pace = Pace()
+    pace = BytePace()
     assert pace.seconds(1000, 0.0) == 0.0
     for nothing in ((0, 1.0), (-5, 1.0), (10, -1.0), (10, float("nan")), (10, float("inf"))):
         pace.measured(*nothing, 0.0)
@@ -219,7 +219,7 @@ def test_what_a_store_takes() -> None:
     assert tier.state is BreakerState.OPEN  # asking spends no probe
 
 
-# --- sums ---------------------------------------------------------------------------------------------------------
+# --- sums -------------------------------------------------------------------------------------------------------------
 
 
 def test_accounts_are_sums_by_name_and_labels() -> None:

@@ -45,7 +45,7 @@ def test_a_cache_that_cannot_work(options: dict[str, Any], words: str) -> None:
         ({"save_after_hits": 0}, "save_after_hits must be a whole number of at least 1, not 0"),
         ({"max_queued_bytes": 0}, "max_queued_bytes must be a whole number of at least 1, not 0"),
         ({"breaker_failures": 1.5}, "breaker_failures must be a whole number of at least 1, not 1.5"),
-        ({"look_timeout_s": 0}, "look_timeout_s must be a positive number of seconds, not 0"),
+        ({"probe_timeout_s": 0}, "probe_timeout_s must be a positive number of seconds, not 0"),
         ({"load_timeout_s": -1}, "load_timeout_s must be a positive number of seconds, not -1"),
         ({"save_timeout_s": float("inf")}, "save_timeout_s must be a positive number of seconds, not inf"),
         ({"max_queued_s": float("nan")}, "max_queued_s must be a positive number of seconds, not nan"),

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import InvalidInput, ResourceClosed
+from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.metrics import Metrics
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
@@ -48,10 +49,10 @@ class Bench:
         with self._lock:
             self.returned[number] += 1
 
-    def put(self, deadline: Deadline | None = None, pages: Any = PAGES) -> Pending[PutStatus]:
+    def put(self, deadline: Deadline | None = None, pages: Any = PAGES) -> Pending[Status]:
         return self.calls.put(items(pages), deadline=deadline or soon(), on_return=self.hand())
 
-    def get(self, deadline: Deadline | None = None) -> tuple[Pending[GetStatus], list[memoryview]]:
+    def get(self, deadline: Deadline | None = None) -> tuple[Pending[Status], list[memoryview]]:
         buffers = [page.buffer() for page in PAGES]
         call = self.calls.get_into(
             list(zip(NAMES, buffers, strict=True)), deadline=deadline or soon(), on_return=self.hand()
@@ -62,7 +63,7 @@ class Bench:
         """Have the store raise so often."""
         self.hanging.dead = True
         for _ in range(times):
-            assert self.put().wait() == [PutStatus.FAILED] * 4
+            assert self.put().wait() == [Status.FAILED] * 4
         self.hanging.dead = False
 
     def finish(self) -> None:
@@ -116,21 +117,21 @@ class TestBoundedStore(StoreTests):
 
 def test_answers_are_the_store_s(bench: Callable[..., Bench]) -> None:
     one = bench()
-    assert one.put().wait() == [PutStatus.STORED] * 4
+    assert one.put().wait() == [Status.STORED] * 4
     assert one.returned == Counter([0])  # before the answer is heard
     call, buffers = one.get()
-    assert call.wait() == [GetStatus.HIT] * 4
+    assert call.wait() == [Status.HIT] * 4
     assert (call.end, call.why) == (CallEnd.ANSWERED, "")
     assert buffers == [page.frame for page in PAGES]
     assert one.calls.contains([*NAMES, sample_page(9).name], deadline=soon()).wait() == [True] * 4 + [False]
-    assert one.calls.delete([NAMES[3]], deadline=soon()).wait() == [DeleteStatus.REMOVED]
-    assert call.wait() == [GetStatus.HIT] * 4  # asking twice is fine
+    assert one.calls.delete([NAMES[3]], deadline=soon()).wait() == [Status.REMOVED]
+    assert call.wait() == [Status.HIT] * 4  # asking twice is fine
 
 
 def test_nothing_asked_and_nothing_left(bench: Callable[..., Bench]) -> None:
     one = bench()
     assert one.put(pages=[]).wait() == []
-    assert one.put(past()).wait() == [PutStatus.LATE] * 4
+    assert one.put(past()).wait() == [Status.LATE] * 4
     assert one.calls.contains(NAMES, deadline=past()).wait() == [False] * 4
     assert one.hanging.num_asked() == 0
     assert one.calls.ready
@@ -141,8 +142,8 @@ def test_nothing_asked_and_nothing_left(bench: Callable[..., Bench]) -> None:
     [
         (lambda odd: odd.raises.update(put=RuntimeError("no")), "pool raised RuntimeError: no"),
         (lambda odd: odd.raises.update(put=SystemExit(3)), "pool raised SystemExit: 3"),
-        (lambda odd: odd.answers.update(put=lambda found: found[:-1]), "pool gave no PutStatus for each of its pages"),
-        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "gave no PutStatus for each"),
+        (lambda odd: odd.answers.update(put=lambda found: found[:-1]), "pool gave no Status for each of its pages"),
+        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "gave no Status for each"),
         (lambda odd: odd.answers.update(put=lambda found: None), "pool raised TypeError"),
     ],
 )
@@ -153,7 +154,7 @@ def test_what_is_no_answer_is_a_failure(spoil: Callable[[OddStore], None], why: 
     returned: list[int] = []
     for number in range(3):
         call = calls.put(items(PAGES), deadline=soon(), on_return=lambda number=number: returned.append(number))  # type: ignore[misc]
-        assert call.wait() == [PutStatus.FAILED] * 4
+        assert call.wait() == [Status.FAILED] * 4
         assert call.end is CallEnd.RAISED
         assert why in call.why
     assert returned == [0, 1, 2]
@@ -169,7 +170,7 @@ def test_a_listener_that_raises_spoils_nothing(caplog: pytest.LogCaptureFixture)
         def raises() -> None:
             raise RuntimeError("mine")
 
-        assert calls.put(items(PAGES), deadline=soon(), on_return=raises).wait() == [PutStatus.STORED] * 4
+        assert calls.put(items(PAGES), deadline=soon(), on_return=raises).wait() == [Status.STORED] * 4
         assert calls.contains(NAMES, deadline=soon()).wait() == [True] * 4
         assert calls.close()
     assert "was told to do when a call returned failed" in caplog.text
@@ -196,10 +197,10 @@ def test_every_call_ends_by_its_deadline_while_the_store_blocks(bench: Callable[
     contains = one.calls.contains(NAMES, deadline=deadline)
     delete = one.calls.delete([sample_page(9).name], deadline=deadline)
     one.hanging.wait_inside(4)
-    assert put.wait() == [PutStatus.LATE] * 4
-    assert get.wait() == [GetStatus.LATE] * 4
+    assert put.wait() == [Status.LATE] * 4
+    assert get.wait() == [Status.LATE] * 4
     assert contains.wait() == [False] * 4
-    assert delete.wait() == [DeleteStatus.LATE]
+    assert delete.wait() == [Status.LATE]
     assert time.monotonic() <= deadline.at_s + SLACK_S
     assert {call.end for call in (put, get)} == {CallEnd.LATE}
     assert one.calls.num_stuck == 4
@@ -207,7 +208,7 @@ def test_every_call_ends_by_its_deadline_while_the_store_blocks(bench: Callable[
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert one.returned == Counter([0, 1, 2])
-    assert get.wait() == [GetStatus.LATE] * 4  # not believed, although the bytes came
+    assert get.wait() == [Status.LATE] * 4  # not believed, although the bytes came
     assert buffers == [page.frame for page in PAGES]
 
 
@@ -215,18 +216,18 @@ def test_a_store_that_keeps_deadlines_says_what_it_did() -> None:
     """Pages done by the deadline count, although the answer comes a moment after it."""
     clock = FakeClock()
 
-    def half(found: list[PutStatus]) -> list[PutStatus]:
+    def half(found: list[Status]) -> list[Status]:
         clock.advance(1.05)
-        return [*found[:2], PutStatus.LATE, PutStatus.LATE]
+        return [*found[:2], Status.LATE, Status.LATE]
 
     odd = OddStore(MemoryStore(4 << 20, clock=clock))
     odd.answers["put"] = half
     calls = Calls(odd, clock=clock)
     call = calls.put(items(PAGES), deadline=Deadline.after(1.0, clock), on_return=lambda: None)
-    assert call.wait() == [PutStatus.STORED, PutStatus.STORED, PutStatus.LATE, PutStatus.LATE]
+    assert call.wait() == [Status.STORED, Status.STORED, Status.LATE, Status.LATE]
     odd.answers["put"] = taking(clock, 1.2)
     call = calls.put(items(PAGES), deadline=Deadline.after(1.0, clock), on_return=lambda: None)
-    assert call.wait() == [PutStatus.LATE] * 4
+    assert call.wait() == [Status.LATE] * 4
     assert calls.close()
     odd.close()
 
@@ -237,12 +238,12 @@ def test_a_call_that_finds_no_free_thread_is_late_and_never_made(bench: Callable
     first = one.put()
     one.hanging.wait_inside()
     second = one.put(Deadline.after(0.05))
-    assert second.wait() == [PutStatus.LATE] * 4
+    assert second.wait() == [Status.LATE] * 4
     assert (second.end, second.why) == (CallEnd.LATE, "no thread was free")
     assert one.returned == Counter([1])
     assert one.hanging.num_asked("put") == 1
     one.hanging.release()
-    assert first.wait() == [PutStatus.STORED] * 4
+    assert first.wait() == [Status.STORED] * 4
     assert one.calls.ready
 
 
@@ -256,18 +257,18 @@ def test_stuck_threads_are_replaced_up_to_a_bound_and_then_calls_are_answered_at
     one.hanging.hang("get_into")
     for number in range(3):
         call, _ = one.get(Deadline.after(BEGUN_S))
-        assert call.wait() == [GetStatus.LATE] * 4
+        assert call.wait() == [Status.LATE] * 4
         assert one.calls.num_stuck == number + 1
     assert not one.calls.ready
     refused = one.put()
-    assert (refused.wait(), refused.end) == ([PutStatus.FAILED] * 4, CallEnd.NO_THREAD)
+    assert (refused.wait(), refused.end) == ([Status.FAILED] * 4, CallEnd.NO_THREAD)
     assert one.returned == Counter([3])
     assert one.metrics.value("refused_calls_total", reason="no_thread") == 1
     assert one.metrics.value("stuck_calls") == 3
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     wait_until(lambda: _num_threads() == 2)  # the surplus ends
-    assert one.put().wait() == [PutStatus.STORED] * 4
+    assert one.put().wait() == [Status.STORED] * 4
 
 
 def test_a_stuck_call_that_nobody_waits_for_is_replaced_too(bench: Callable[..., Bench]) -> None:
@@ -276,7 +277,7 @@ def test_a_stuck_call_that_nobody_waits_for_is_replaced_too(bench: Callable[...,
     one.get(Deadline.after(BEGUN_S))
     one.hanging.wait_inside()
     wait_until(lambda: one.calls.ready and one.calls.num_stuck == 1)
-    assert one.put().wait() == [PutStatus.STORED] * 4
+    assert one.put().wait() == [Status.STORED] * 4
 
 
 def test_reads_go_first_and_a_thread_is_kept_for_them(bench: Callable[..., Bench]) -> None:
@@ -287,13 +288,13 @@ def test_reads_go_first_and_a_thread_is_kept_for_them(bench: Callable[..., Bench
     assert one.calls.contains(NAMES, deadline=soon()).wait() == [False] * 4
     assert one.hanging.num_asked("put") == 1
     one.hanging.release()
-    assert [call.wait() for call in puts] == [[PutStatus.STORED] * 4] + [[PutStatus.EXISTS] * 4] * 2
+    assert [call.wait() for call in puts] == [[Status.STORED] * 4] + [[Status.EXISTS] * 4] * 2
 
 
 def test_one_thread_serves_everything(bench: Callable[..., Bench]) -> None:
     one = bench(num_threads=1, max_extra_threads=0)
     calls = [one.put() for _ in range(5)]
-    assert [call.wait()[0] for call in calls] == [PutStatus.STORED] + [PutStatus.EXISTS] * 4
+    assert [call.wait()[0] for call in calls] == [Status.STORED] + [Status.EXISTS] * 4
     assert _num_threads() == 1
 
 
@@ -331,13 +332,13 @@ def test_a_dead_store_costs_one_probe_and_is_used_again_when_it_is_back(bench: C
     def ask() -> list[bool]:
         return one.calls.contains(NAMES, deadline=Deadline.after(1.0, clock)).wait()
 
-    def put() -> Pending[PutStatus]:
+    def put() -> Pending[Status]:
         return one.put(Deadline.after(1.0, clock))
 
     def ready() -> bool:
         return one.calls.ready
 
-    assert put().wait() == [PutStatus.STORED] * 4
+    assert put().wait() == [Status.STORED] * 4
     one.hanging.dead = True
     for _ in range(3):
         put().wait()
@@ -352,14 +353,14 @@ def test_a_dead_store_costs_one_probe_and_is_used_again_when_it_is_back(bench: C
         assert ready()
         for _ in range(50):  # a request, and all others: one probe between them
             ask()
-            assert put().wait() == [PutStatus.FAILED] * 4
+            assert put().wait() == [Status.FAILED] * 4
         assert one.hanging.num_asked() == before + 1
     one.hanging.dead = False
     assert ask() == [False] * 4  # still alone
     clock.advance(60.0)
     for _ in range(50):
         assert ask() == [True] * 4
-        assert put().wait() == [PutStatus.EXISTS] * 4
+        assert put().wait() == [Status.EXISTS] * 4
     assert one.metrics.value("breaker_state", tier="pool") == 0
     assert [event.kind for event in one.metrics.events()] == ["tier_paused", "tier_resumed"]
 
@@ -369,16 +370,16 @@ def test_a_blocking_store_costs_one_probe(bench: Callable[..., Bench]) -> None:
     one = bench(breaker_failures=1, breaker_pause_s=0.0, breaker_max_pause_s=0.0)
     one.put().wait()
     one.hanging.hang()
-    assert one.put(Deadline.after(BEGUN_S)).wait() == [PutStatus.LATE] * 4
+    assert one.put(Deadline.after(BEGUN_S)).wait() == [Status.LATE] * 4
     probe, _ = one.get(Deadline.after(0.2))
     others: list[Pending[Any]] = [*(one.put() for _ in range(20)), *(one.get()[0] for _ in range(20))]
     assert {call.end for call in others} == {CallEnd.LEFT_ALONE}
-    assert probe.wait() == [GetStatus.LATE] * 4
+    assert probe.wait() == [Status.LATE] * 4
     assert one.hanging.num_asked() == 3
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert one.calls.contains(NAMES, deadline=soon()).wait() == [True] * 4
-    assert one.put().wait() == [PutStatus.EXISTS] * 4
+    assert one.put().wait() == [Status.EXISTS] * 4
 
 
 @pytest.mark.parametrize("call", ["put", "get_into", "delete"])
@@ -408,7 +409,7 @@ def test_nothing_but_failures_is_a_failure_and_one_page_that_is_none_is_not(call
 def test_a_late_return_does_not_close_the_breaker(bench: Callable[..., Bench]) -> None:
     one = bench(breaker_failures=1, breaker_pause_s=1000.0)
     one.hanging.hang("put")
-    assert one.put(Deadline.after(BEGUN_S)).wait() == [PutStatus.LATE] * 4
+    assert one.put(Deadline.after(BEGUN_S)).wait() == [Status.LATE] * 4
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert one.put().end is CallEnd.LEFT_ALONE
@@ -421,18 +422,18 @@ def test_while_a_probe_is_out_only_the_probe_is_heard(bench: Callable[..., Bench
     old = one.put(Deadline.after(100.0, clock))  # from before
     one.hanging.wait_inside()
     one.hanging.dead = True
-    assert one.get(Deadline.after(1.0, clock))[0].wait() == [GetStatus.FAILED] * 4
+    assert one.get(Deadline.after(1.0, clock))[0].wait() == [Status.FAILED] * 4
     clock.advance(1.0)
     one.hanging.hang("get_into")
     probe, _ = one.get(Deadline.after(100.0, clock))
     one.hanging.wait_inside(2)
     one.hanging.dead = False
     one.hanging.release("put")
-    assert old.wait() == [PutStatus.STORED] * 4
+    assert old.wait() == [Status.STORED] * 4
     assert one.put(Deadline.after(1.0, clock)).end is CallEnd.LEFT_ALONE  # that one proved nothing
     one.hanging.release()
-    assert probe.wait() == [GetStatus.HIT] * 4
-    assert one.put(Deadline.after(1.0, clock)).wait() == [PutStatus.EXISTS] * 4
+    assert probe.wait() == [Status.HIT] * 4
+    assert one.put(Deadline.after(1.0, clock)).wait() == [Status.EXISTS] * 4
 
 
 def test_an_empty_store_that_is_back_is_found_out(bench: Callable[..., Bench]) -> None:
@@ -445,7 +446,7 @@ def test_an_empty_store_that_is_back_is_found_out(bench: Callable[..., Bench]) -
     one.hanging.dead = False
     assert one.calls.contains(NAMES, deadline=Deadline.after(1.0, clock)).wait() == [False] * 4
     assert one.metrics.value("breaker_state", tier="pool") == 2
-    assert one.put(Deadline.after(1.0, clock)).wait() == [PutStatus.STORED] * 4
+    assert one.put(Deadline.after(1.0, clock)).wait() == [Status.STORED] * 4
     assert one.metrics.value("breaker_state", tier="pool") == 0
 
 
@@ -461,9 +462,9 @@ def test_misses_and_full_stores_are_answers(bench: Callable[..., Bench]) -> None
     one = bench(breaker_failures=2, breaker_pause_s=1000.0)
     orphan = [sample_page(5, 3)]
     for _ in range(5):
-        assert one.get()[0].wait() == [GetStatus.MISS] * 4
-        assert one.put(pages=orphan).wait() == [PutStatus.NO_PARENT]
-        assert one.calls.delete(NAMES, deadline=soon()).wait() == [DeleteStatus.ABSENT] * 4
+        assert one.get()[0].wait() == [Status.MISS] * 4
+        assert one.put(pages=orphan).wait() == [Status.NO_PARENT]
+        assert one.calls.delete(NAMES, deadline=soon()).wait() == [Status.ABSENT] * 4
     for _ in range(3):
         one.fail()
         one.get()[0].wait()  # a success between failures
@@ -482,12 +483,12 @@ def test_close_answers_who_waits_and_says_what_is_stuck(
     one.hanging.wait_inside()
     assert not one.calls.close(0.05)
     assert "not back from a call of pool" in caplog.text
-    assert (queued.wait(), queued.end) == ([PutStatus.FAILED] * 4, CallEnd.CLOSED)
+    assert (queued.wait(), queued.end) == ([Status.FAILED] * 4, CallEnd.CLOSED)
     assert one.returned == Counter([1])
-    assert stuck.wait() == [PutStatus.LATE] * 4
+    assert stuck.wait() == [Status.LATE] * 4
     assert not one.calls.close(0.0)
     refused = one.put()
-    assert (refused.wait(), refused.end) == ([PutStatus.FAILED] * 4, CallEnd.CLOSED)
+    assert (refused.wait(), refused.end) == ([Status.FAILED] * 4, CallEnd.CLOSED)
     assert not one.calls.ready
     with pytest.raises(ResourceClosed):
         BoundedStore(one.calls).contains(NAMES, deadline=soon())
@@ -501,7 +502,7 @@ def test_a_bounded_store_never_touches_a_buffer_after_it_answered(bench: Callabl
     store = BoundedStore(one.calls)
     frames = [memoryview(bytearray(page.frame)) for page in PAGES]
     one.hanging.hang("put")
-    assert store.put(list(zip(NAMES, frames, strict=True)), deadline=Deadline.after(BEGUN_S)) == [PutStatus.LATE] * 4
+    assert store.put(list(zip(NAMES, frames, strict=True)), deadline=Deadline.after(BEGUN_S)) == [Status.LATE] * 4
     for frame in frames:
         frame[:] = bytes(len(frame))  # the caller's again
     one.hanging.release()
@@ -510,11 +511,11 @@ def test_a_bounded_store_never_touches_a_buffer_after_it_answered(bench: Callabl
     before = [bytes(buffer) for buffer in buffers]
     one.hanging.hang("get_into")
     wanted = list(zip(NAMES, buffers, strict=True))
-    assert store.get_into(wanted, deadline=Deadline.after(BEGUN_S)) == [GetStatus.LATE] * 4
+    assert store.get_into(wanted, deadline=Deadline.after(BEGUN_S)) == [Status.LATE] * 4
     one.hanging.release()
     wait_until(lambda: one.calls.num_stuck == 0)
     assert buffers == before
-    assert store.get_into(wanted, deadline=soon()) == [GetStatus.HIT] * 4
+    assert store.get_into(wanted, deadline=soon()) == [Status.HIT] * 4
     assert buffers == [page.frame for page in PAGES]
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from headwater.core.results import Status
 from headwater.lab.campaigns import cleaner, crash, damage, stopped, two_caches
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
@@ -67,7 +68,7 @@ def test_a_process_is_stopped_wherever_it_may_be(shm: Path, tmp_path: Path, medi
 def test_who_is_late_by_itself_is_not_taken_for_starved(shm: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     put = LocalStore.put
 
-    def slow_put(self: LocalStore, pages: Any, *, deadline: Deadline) -> list[PutStatus]:
+    def slow_put(self: LocalStore, pages: Any, *, deadline: Deadline) -> list[Status]:
         if what == "sleeps":
             time.sleep(0.4)
         else:
@@ -89,10 +90,10 @@ def test_who_is_late_by_itself_is_not_taken_for_starved(shm: Path, monkeypatch: 
 def test_a_read_that_waits_until_its_deadline_is_not_taken_for_starved(tmp_path: Path) -> None:
     watcher = stopped.Watcher(tmp_path / "store", random.Random(1))  # on a disk, where pages are read by that call
 
-    def waits(pages: Any, *, deadline: Deadline) -> list[GetStatus]:  # for a lock, and wakes up now and then
+    def waits(pages: Any, *, deadline: Deadline) -> list[Status]:  # for a lock, and wakes up now and then
         while not deadline.expired:
             time.sleep(min(0.001, deadline.remaining_s))
-        return [GetStatus.LATE] * len(pages)
+        return [Status.LATE] * len(pages)
 
     watcher.store.get_into = waits  # type: ignore[method-assign]
     for _ in range(10):

@@ -22,13 +22,13 @@ from fleet_kit import signature
 from headwater.cli import app
 from headwater.fleet import COMMAND
 from headwater.lab.chaos import chaos, chaos_load
-from headwater.lab.chaos.chaos import Ground, Options
+from headwater.lab.chaos.chaos import ChaosOptions, Ground
 from headwater.lab.chaos.chaos_faults import FAULTS, ON_MOONCAKE
 from headwater.lab.chaos.chaos_report import (
     SLACK_S,
-    Answer,
-    Scene,
-    Told,
+    ChaosScene,
+    ClientAnswer,
+    RightAnswer,
     Verdict,
     broke_by_itself,
     judge,
@@ -37,7 +37,7 @@ from headwater.lab.chaos.chaos_report import (
 )
 from headwater.lab.chaos.chaos_store import HARMS
 
-OPTIONS = Options(times=1, clients=4, questions=26)
+OPTIONS = ChaosOptions(times=1, clients=4, questions=26)
 NOTHING = ("wrong", "dishonest", "late", "tokens_before_502", "slots_left", "tracebacks")
 LOCAL = [name for name in FAULTS if name not in ON_MOONCAKE]
 
@@ -51,13 +51,13 @@ def here() -> Iterator[Ground]:
 
 
 @pytest.fixture(scope="module")
-def world(here: Ground) -> Iterator[chaos.World]:
+def world(here: Ground) -> Iterator[chaos.ChaosWorld]:
     with chaos.world(OPTIONS, here) as found:
         yield found
 
 
 @pytest.mark.parametrize("fault", LOCAL)
-def test_every_request_ends_rightly_or_honestly(fault: str, world: chaos.World) -> None:
+def test_every_request_ends_rightly_or_honestly(fault: str, world: chaos.ChaosWorld) -> None:
     found = world.run(fault)
     assert found["ok"], found
     assert found["injected"] == 1
@@ -108,7 +108,7 @@ def test_the_command_says_the_same_as_its_program(monkeypatch: pytest.MonkeyPatc
     words = "chaos --times 3 --fault pool_slow --fault object_cut --seed 7 --clients 2 --pool mooncake --inject spoil"
     assert CliRunner().invoke(app, [*words.split(), "--keep", "DIR", "--json"]).exit_code == 3
     (command,) = called
-    expected = Options(
+    expected = ChaosOptions(
         faults=("pool_slow", "object_cut"),
         times=3,
         seed=7,
@@ -181,10 +181,10 @@ def test_a_node_that_dies_in_its_heartbeat_is_no_error_of_the_router(caplog: pyt
 # --- how it judges ----------------------------------------------------------------------------------------------------
 
 
-def _told(**changed: Any) -> Told:
+def _told(**changed: Any) -> ClientAnswer:
     right: dict[str, Any] = {
         "request_id": "one",
-        "answer": Answer("abcdef", "length"),
+        "answer": RightAnswer("abcdef", "length"),
         "begin_s": 10.0,
         "deadline_s": 20.0,
         "end_s": 11.0,
@@ -193,7 +193,7 @@ def _told(**changed: Any) -> Told:
         "finish": "length",
         "done": True,
     }
-    return Told(**right | changed)
+    return ClientAnswer(**right | changed)
 
 
 ERROR = {"message": "the pool is full", "code": "upstream_failed"}
@@ -240,9 +240,9 @@ def test_a_request_is_late_unless_the_machine_was() -> None:
 
 def test_what_is_excused_is_told() -> None:
     late = _told(end_s=20.0 + SLACK_S + 1.0)
-    found = judge(Scene("fault", 1, 1, [_told(), late, late], stalls=[(20.0, 21.5)]))
+    found = judge(ChaosScene("fault", 1, 1, [_told(), late, late], stalls=[(20.0, 21.5)]))
     assert (found["late"], found["late_for_want_of_a_processor"], found["ok"]) == (0, 2, True)
-    found = judge(Scene("fault", 1, 1, [_told(), late, late]))
+    found = judge(ChaosScene("fault", 1, 1, [_told(), late, late]))
     assert (found["late"], found["late_for_want_of_a_processor"], found["ok"]) == (2, 0, False)
 
 
@@ -278,7 +278,7 @@ _DEFECTS: list[dict[str, Any]] = [
 @given(st.sets(st.sampled_from(range(len(_DEFECTS)))))
 def test_anything_that_is_not_right_is_not_ok(chosen: set[int]) -> None:
     good: dict[str, Any] = {"injected": 3, "told": [_told(), _told(**REFUSED)]}
-    scene = Scene("fault", 3, **good)
+    scene = ChaosScene("fault", 3, **good)
     for number in chosen:
         for name, value in _DEFECTS[number].items():
             setattr(scene, name, value)
@@ -287,7 +287,7 @@ def test_anything_that_is_not_right_is_not_ok(chosen: set[int]) -> None:
 
 def test_errors_are_counted_by_kind() -> None:
     kills = [("decode-0", 10.5)]
-    found = judge(Scene("fault", 1, 1, [_told(), _told(**REFUSED), _told(**REFUSED), _told(**BROKEN)], kills))
+    found = judge(ChaosScene("fault", 1, 1, [_told(), _told(**REFUSED), _told(**REFUSED), _told(**BROKEN)], kills))
     assert found["honest_errors"] == {"502 upstream_failed": 2, "stream upstream_failed": 1}
     assert (found["requests"], found["right"], found["ok"]) == (4, 1, True)
 

@@ -20,10 +20,11 @@ from headwater.cli import app
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidInput, StoreDamaged
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab import demo
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, audit, directory
 from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.geometry import Geometry
@@ -62,7 +63,7 @@ def put(store: LocalStore, metas: Sequence[PageMeta]) -> list[PageName]:
         frame[header_bytes(len(PLANES)) :] = os.urandom(sum(PLANES))
         seal(frame, meta, LAYOUT, now_ms=int(time.time() * 1000))
         pages.append((meta.name, frame))
-    assert set(store.put(pages, deadline=soon())) == {PutStatus.STORED}
+    assert set(store.put(pages, deadline=soon())) == {Status.STORED}
     return [name for name, _ in pages]
 
 

@@ -18,15 +18,16 @@ from headwater.cache.placement import TierState, load_pays
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.models.base import Computed, Model, Span
-from headwater.engine.request import Finish, Output, Phase, Request, Sampling
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sampling
 from headwater.index.slots import SlotState
 from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
@@ -62,7 +63,7 @@ class Gate(OpaqueStore):
         assert self.looks.wait(WAIT_S)
         return super().contains(names, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         assert self.gives.wait(WAIT_S)
         return super().get_into(pages, deadline=deadline)
 
@@ -74,10 +75,10 @@ class Short(OpaqueStore):
         super().__init__(store)
         self.num_good = num_good
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         found = super().get_into(pages[: self.num_good], deadline=deadline)
         self.num_good -= len(found)
-        return found + [GetStatus.FAILED] * (len(pages) - len(found))
+        return found + [Status.FAILED] * (len(pages) - len(found))
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,14 @@ class Rig:
             assert (counts[SlotState.OWN], counts[SlotState.QUARANTINED]) == (0, 0)
             assert brain.index.num_evictable == len(brain.index)  # no hold, no pin
             assert not [*brain.requests, *brain.jobs, *brain.pending]
-        if isinstance(self.cache._hands, Worker):
-            assert self.cache._hands.num_held_pages == 0
+        if isinstance(self.cache._executor, Worker):
+            assert self.cache._executor.num_held_pages == 0
 
 
 @contextmanager
-def rig(store: Store | None = None, *, num_slots: int = 16, look_s: float = WAIT_S) -> Iterator[Rig]:
+def rig(store: Store | None = None, *, num_slots: int = 16, probe_s: float = WAIT_S) -> Iterator[Rig]:
     """One engine's worth, on a store that outlives it. At the end nothing may be held."""
-    patient: dict[str, Any] = {"look_timeout_s": WAIT_S, "load_timeout_s": WAIT_S, "save_timeout_s": WAIT_S}
+    patient: dict[str, Any] = {"probe_timeout_s": WAIT_S, "load_timeout_s": WAIT_S, "save_timeout_s": WAIT_S}
     config = CacheConfig(
         num_slots=num_slots,
         block_tokens=BLOCK,
@@ -163,7 +164,7 @@ def rig(store: Store | None = None, *, num_slots: int = 16, look_s: float = WAIT
             identity=IDENTITY.digest,
         ) as cache,
     ):
-        one = Rig(Connector(cache, IDENTITY, look_s=look_s), cache, planes)
+        one = Rig(Connector(cache, IDENTITY, probe_s=probe_s), cache, planes)
         yield one
         one.check_nothing_is_held()
 
@@ -283,7 +284,7 @@ def test_a_store_that_says_nothing_is_waited_for_so_long_and_no_longer() -> None
     with rig(store) as one:
         one.run(ask(range(9)))
     gate = Gate(store)
-    with rig(gate, look_s=0.5) as one:
+    with rig(gate, probe_s=0.5) as one:
         request = ask(range(9))
         one.connector.ask(request, 100.0)
         assert not one.connector.may_start(request, 100.0)
@@ -306,7 +307,7 @@ def test_nothing_is_computed_while_blocks_are_on_their_way() -> None:
         request = ask(range(9))
         one.settle(request)
         assert one.connector.admit(request)
-        assert request.phase is Phase.LOADING
+        assert request.phase is RequestPhase.LOADING
         assert not one.connector.loaded(request)
         gate.open()
         one.cache.wait(name(request), WAIT_S)
@@ -383,7 +384,7 @@ def test_no_room_changes_nothing() -> None:
         one.start(first)
         one.settle(second)
         assert not one.connector.admit(second)
-        assert (second.slots, second.phase) == ((), Phase.WAITING)
+        assert (second.slots, second.phase) == ((), RequestPhase.WAITING)
         assert one.connector.grow(first, 12)
         slots = first.slots
         assert one.connector.grow(first, 13)
@@ -539,7 +540,7 @@ def test_whatever_is_asked_the_answers_are_right_and_nothing_is_left(
     wishes: list[Wish], faults: Faults | None, num_slots: int, step_tokens: int
 ) -> None:
     store = None if faults is None else FaultyStore(MemoryStore(1 << 20), faults)
-    with rig(store, num_slots=num_slots, look_s=0.05) as one:
+    with rig(store, num_slots=num_slots, probe_s=0.05) as one:
         model = Tape(one.cache)
         limits = EngineConfig(max_running=4, max_waiting=len(wishes), step_tokens=step_tokens)
         ended = threading.Semaphore(0)

@@ -62,7 +62,7 @@ def test_who_was_interrupted_before_a_digest_makes_it_later() -> None:
         assert gathered.wait(WAIT_S)
         wanted = gathered.digests
         assert wanted is not None
-        wire = engine._lanes[Direction.IN].wire
+        wire = engine._queues[Direction.IN].wire
         for _ in range(wire.num_places):  # every place has seen the right bytes
             loaded = engine.scatter([host.page(0)], [1], expected=wanted)
             assert loaded.wait(WAIT_S)

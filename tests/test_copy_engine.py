@@ -521,9 +521,9 @@ def test_small_transfers_that_nobody_waits_for_hold_up_nobody(way: Direction) ->
 def test_a_small_transfer_is_finished_by_who_waits_for_it() -> None:
     with rig(opaque_layout((16,), 4)) as here:
         transfer = here.engine.gather([1], here.frames(1))
-        assert here.engine._lanes[Direction.OUT]._thread is None
+        assert here.engine._queues[Direction.OUT]._thread is None
         assert transfer.wait(WAIT_S)
-        assert here.engine._lanes[Direction.OUT]._thread is None
+        assert here.engine._queues[Direction.OUT]._thread is None
 
 
 def test_the_thread_takes_over_also_where_all_that_is_queued_was_cancelled() -> None:
@@ -554,9 +554,9 @@ def test_a_place_that_another_took_meanwhile_is_waited_for() -> None:
         over = Count()
         frames = here.frames(4)
         queued = here.engine.gather(range(2, 6), frames, on_over=over)  # the thread may look before the places are gone
-        lane = here.engine._lanes[Direction.OUT]
-        assert lane._thread is not None
-        lane._thread.join(0.05)  # it must still be there; and has had the time to look
+        queue = here.engine._queues[Direction.OUT]
+        assert queue._thread is not None
+        queue._thread.join(0.05)  # it must still be there; and has had the time to look
         hold.go_on.set()
         assert queued.wait(5.0), "it was lost"
         assert queued.complete
@@ -585,8 +585,8 @@ def test_close_while_somebody_else_drives_what_must_end_by_itself() -> None:
         overs = [Count() for _ in range(2)]
         here.engine.gather([5], here.frames(1), on_over=overs[0])
         assert overs[0].called.wait(WAIT_S)
-        lane = here.engine._lanes[Direction.OUT]
-        asleep = lane._work._waiters  # type: ignore[attr-defined]
+        queue = here.engine._queues[Direction.OUT]
+        asleep = queue._work._waiters  # type: ignore[attr-defined]
         wait_until(lambda: bool(asleep))  # so there is a thread, and it has nothing to do
         hold = Hold()
         here.out.on_finish = hold
@@ -595,19 +595,19 @@ def test_close_while_somebody_else_drives_what_must_end_by_itself() -> None:
         assert hold.arrived.wait(WAIT_S)
         told = here.engine.gather([1], here.frames(1), on_over=overs[1])
         also = pool.submit(told.wait, WAIT_S)
-        wait_until(lambda: len(here.out.launched) == 3 and not lane._queue)
+        wait_until(lambda: len(here.out.launched) == 3 and not queue._queue)
         assert asleep
         closing = threading.Thread(target=here.engine.close)
         closing.start()
-        wait_until(lambda: lane._closed)
+        wait_until(lambda: queue._closed)
         closing.join(0.05)  # the thread may look, and finds others driving
         hold.go_on.set()
         assert waiting.result(WAIT_S)
         assert also.result(WAIT_S)
         closing.join(10.0)
         left = closing.is_alive()
-        with lane._lock:  # so that a thread that was forgotten does not hang the test
-            lane._work.notify_all()
+        with queue._lock:  # so that a thread that was forgotten does not hang the test
+            queue._work.notify_all()
         closing.join(WAIT_S)
         assert not left, "the thread was forgotten"
         assert [over.number for over in overs] == [1, 1]
@@ -645,7 +645,7 @@ def test_close_ends_what_runs_what_is_queued_and_what_nobody_waits_for() -> None
         loads = here.engine.scatter(here.full_frames(1), [31])
         assert hold.arrived.wait(WAIT_S)
         closing = [pool.submit(here.engine.close) for _ in range(2)]
-        closed = here.engine._lanes[Direction.OUT]
+        closed = here.engine._queues[Direction.OUT]
         with closed._lock:  # until it says so, transfers are taken
             pass
         hold.go_on.set()
@@ -712,9 +712,9 @@ def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
                 assert hold.arrived.wait(WAIT_S)
             closing = threading.Thread(target=staging.close)
             closing.start()
-            lanes = staging._engine._lanes
-            for direction in Direction:  # the second lane is closed when the first one is
-                while not lanes[direction]._closed:
+            queues = staging._engine._queues
+            for direction in Direction:  # the second queue is closed when the first one is
+                while not queues[direction]._closed:
                     holds[Direction.OUT].go_on.wait(0.001)
                 holds[direction].go_on.set()
             for job in jobs:

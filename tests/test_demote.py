@@ -15,8 +15,9 @@ from headwater.config import LocalStoreConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.page import PageName, page_name
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import frame_bytes
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
@@ -166,7 +167,7 @@ def test_saves_that_give_way_take_their_demotions_along() -> None:
     assert here.want(ask(here, "other", "888"), 3) is None
     assert [errand.cancelled for errand in here.errands.values()] == [True] * 3
     for errand in list(here.errands.values()):
-        here.fail(errand, ev.Failure.CANCELLED)
+        here.fail(errand, Reason.CANCELLED)
     assert not here.errands
     assert total(here, "dropped_blocks_total", reason="cancelled") == 12
     here.close()
@@ -200,7 +201,7 @@ def test_a_target_that_fails_is_left_alone_and_a_source_that_gives_nothing_blame
     assert state(here, "disk") is BreakerState.CLOSED
     settle(here)
     here.fill(guest, 1, tokens("5"))
-    here.fail(the(here, ev.Demote), ev.Failure.LATE)
+    here.fail(the(here, ev.Demote), Reason.LATE)
     assert state(here, "disk") is BreakerState.OPEN
     assert state(here, "host") is BreakerState.CLOSED
     here.close()
@@ -238,7 +239,7 @@ def slab(directory: Path) -> MappedStore:
 def frames(store: Store, num_blocks: int) -> list[bytes]:
     """What a store holds of the first chain."""
     pages = [(page_name(one), memoryview(bytearray(FRAME_BYTES))) for one in keys(1, num_blocks)]
-    assert store.get_into(pages, deadline=soon()) == [GetStatus.HIT] * num_blocks
+    assert store.get_into(pages, deadline=soon()) == [Status.HIT] * num_blocks
     return [bytes(page) for _, page in pages]
 
 
@@ -279,8 +280,8 @@ def test_a_demotion_that_waits_can_be_cancelled_and_has_its_deadline(make: Calla
     rig.gather.wait_for_arrival()
     waiting, late = rig.demote(4, "disk", after=save), rig.demote(4, "disk", after=save, within_s=0.05)
     rig.cancel(waiting)
-    assert rig.ear.failure(waiting) is ev.Failure.CANCELLED
-    assert rig.ear.failure(late) is ev.Failure.LATE
+    assert rig.ear.failure(waiting) is Reason.CANCELLED
+    assert rig.ear.failure(late) is Reason.LATE
     left = rig.demote(4, "disk", after=save)
     rig.gather.open()
     assert set(rig.ear.results(left)) == {"stored"}
@@ -292,7 +293,7 @@ class Shifting(MappedStore):
 
     meanwhile: Callable[[PageName], None] | None = None
 
-    def _get(self, at: Any, name: PageName, buffer: memoryview, deadline: Deadline) -> GetStatus:
+    def _get(self, at: Any, name: PageName, buffer: memoryview, deadline: Deadline) -> Status:
         if self.meanwhile is not None:
             self.meanwhile(name)
         return super()._get(at, name, buffer, deadline)
@@ -339,7 +340,7 @@ def test_stores_that_fail_while_they_give_or_take(make: Callable[..., Rig]) -> N
     assert rig.ear.results(rig.demote(8, "disk")) == ["miss"] * 8, "a source that raises is not the target's fault"
     host.raises.clear()
     disk.raises["put"] = OSError("no")
-    assert rig.ear.failure(rig.demote(8, "disk")) is ev.Failure.FAILED
+    assert rig.ear.failure(rig.demote(8, "disk")) is Reason.FAILED
     disk.raises.clear()
     results = rig.ear.results(rig.demote(8, "disk"))
     assert results[:6] == ["stored"] * 6
@@ -357,7 +358,7 @@ def test_a_target_that_hangs_holds_up_no_load_and_is_late(make: Callable[..., Ri
     odd(rig, "disk").gates["put"].wait_for_arrival()
     rig.loaded(range(100, 104), range(4, 8), store="disk", chain=2)
     rig.loaded(range(104, 108), range(4))
-    assert rig.ear.failure(job) is ev.Failure.LATE
+    assert rig.ear.failure(job) is Reason.LATE
 
 
 def test_a_source_that_is_switched_off_in_the_middle_gives_nothing(make: Callable[..., Rig], shm: Path) -> None:
@@ -419,7 +420,7 @@ def test_a_page_that_one_rank_s_source_lacks_ends_the_row_for_all(group: Callabl
     host[1].delete(lost, deadline=soon())
     assert here.ear.results(here.demote(4, "disk")) == ["stored", "stored", "miss", "no_parent"]
     host[1].gates["get_into"].shut()
-    assert here.ear.failure(here.demote(4, "disk", within_s=0.2)) is ev.Failure.LATE
+    assert here.ear.failure(here.demote(4, "disk", within_s=0.2)) is Reason.LATE
     host[1].gates["get_into"].open()
 
 
@@ -469,7 +470,7 @@ def test_bytes_are_read_from_the_device_once_for_host_disk_and_pool(
     for place in places:
         with open_local(LocalStoreConfig(directory=place, limit_bytes=None)) as store:
             pages = [(page_name(one), memoryview(bytearray(size))) for one in names]
-            assert store.get_into(pages, deadline=soon()) == [GetStatus.HIT] * len(names)
+            assert store.get_into(pages, deadline=soon()) == [Status.HIT] * len(names)
             found.append([bytes(page) for _, page in pages])
     assert found[0] == found[1] == found[2]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.core.errors import HostTierUnavailable, NotInstalled
 from headwater.lab import doctor
-from headwater.lab.doctor import FAIL, OK, WARN, Check, Copied, Findings
+from headwater.lab.doctor import FAIL, OK, WARN, Check, CopySpeed, Findings
 from headwater.transfer.device import arena, cuda
 from headwater.transfer.device.torch_wire import TorchWire
 from headwater.transfer.device.wire import Digests
@@ -35,7 +35,7 @@ def test_one_document_and_nothing_else() -> None:
 
 
 def test_a_table_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = [Copied(8 << 20, "d2h", 55.0, 0.9, 0.2), Copied(8 << 20, "h2d", 55.0, 0.91, 0.19)]
+    copies = [CopySpeed(8 << 20, "d2h", 55.0, 0.9, 0.2), CopySpeed(8 << 20, "h2d", 55.0, 0.91, 0.19)]
     checks = [Check("python", OK, "3.11"), Check("tmpfs", WARN, "[little]", "get [more]")]
     monkeypatch.setattr(doctor, "examine", lambda **_: Findings(checks, copies))
     found = CliRunner().invoke(app, ["doctor"])

@@ -32,7 +32,7 @@ from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
 from headwater.serve import readers
 from headwater.serve.connection import _Conversation
-from headwater.serve.connections import Connections, Cut, Phase
+from headwater.serve.connections import ConnectionPhase, Connections, Cut
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, Pace, fit_connections, host_name
 from serve_kit import WAIT_S, Served, directory, model, served, serving
@@ -403,7 +403,7 @@ def test_the_number_of_connections_fits_the_process(monkeypatch: pytest.MonkeyPa
 class Seat:
     """A connection that does what it is told, for `Connections`."""
 
-    phase = Phase.ARRIVING
+    phase = ConnectionPhase.ARRIVING
     num_unread_bytes = 0
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headwater.lab.campaigns import door_attack
-from headwater.lab.campaigns.door_attack import PLAN, Options, Target, campaign, percentile
+from headwater.lab.campaigns.door_attack import PLAN, AttackOptions, Target, campaign, percentile
 from headwater.lab.campaigns.door_attackers import KINDS
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900 if NIGHTLY else 300)
 
 @pytest.mark.parametrize("behind_router", [False, True])
 def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_router: bool) -> None:
-    options = Options(
+    options = AttackOptions(
         seconds=300.0 if NIGHTLY else 16.0,
         quiet=60.0 if NIGHTLY else 4.0,
         plan=PLAN if NIGHTLY else {kind: max(1, number // 5) for kind, number in PLAN.items()},
@@ -90,7 +90,9 @@ def bad_server(answer: bytes) -> Iterator[str]:
 )
 def test_a_server_that_does_not_answer_is_found_out(answer: bytes) -> None:
     with bad_server(answer) as url:
-        found = campaign(Target(url, [os.getpid()]), Options(seconds=0.5, quiet=0.2, clients=2, plan={"silent": 1}))
+        found = campaign(
+            Target(url, [os.getpid()]), AttackOptions(seconds=0.5, quiet=0.2, clients=2, plan={"silent": 1})
+        )
     assert not found["ok"]
     assert not found["checks"]["no_errors"]
     assert found["quiet"]["errors"]

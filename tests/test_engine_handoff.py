@@ -16,13 +16,14 @@ from headwater.cache.jobs import Jobs
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
+from headwater.core.results import Reason
 from headwater.core.role import Role
-from headwater.disagg.outcome import Missing, Reason, Unsent
+from headwater.disagg.outcome import Missing, Unsent
 from headwater.disagg.protocol import Tail, Ticket
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Computed, Model, Span
-from headwater.engine.request import Finish, Phase, Sending
+from headwater.engine.request import Finish, RequestPhase, Sending
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
@@ -259,7 +260,7 @@ def test_who_waits_for_the_cache_s_writes_is_woken_and_does_not_look(
             sent = prefill.send(prompt_of(5 * BLOCK))
             made[0].wait_inside()
             assert sent.request is not None
-            while sent.request.phase is not Phase.SENDING:
+            while sent.request.phase is not RequestPhase.SENDING:
                 time.sleep(0.01)
             monkeypatch.setattr(Jobs, "__iter__", counted)
             before = len(looks)

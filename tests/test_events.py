@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
     *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
-    *(ev.Look, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
-    *(ev.Came, ev.Went, ev.Lost),
+    *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
+    *(ev.Stored, ev.Removed, ev.TierLost),
 ]
 ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
 
@@ -31,7 +32,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     bytes: st.binary(),
     BlockKey: keys,
-    ev.Failure: st.sampled_from(ev.Failure),
+    Reason: st.sampled_from(Reason),
     tuple[BlockKey, ...]: st.lists(keys).map(tuple),
     tuple[int, ...]: st.lists(numbers).map(tuple),
     tuple[str, ...]: st.lists(texts).map(tuple),
@@ -67,13 +68,13 @@ def test_odd_words_stay_what_they_are(word: str) -> None:
 def test_text_and_bytes_are_told_apart() -> None:
     text = ev.encode(ev.Granted(request="#00", slots=()))
     assert text["request"] == "=#00"
-    assert ev.encode(ev.Look(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
-    assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=ev.Failure.LATE))["failure"] == "late"
+    assert ev.encode(ev.Probe(job=1, store="s", keys=(BlockKey(b"\x00"),), deadline_s=0.0))["keys"] == ["#00"]
+    assert ev.encode(ev.JobFailed(now_s=0.0, job=1, failure=Reason.LATE))["failure"] == "late"
 
 
 def test_keys_in_a_row_are_one_text_and_keys_one_by_one_are_still_read() -> None:
     keys = tuple(BlockKey(bytes([at]) * 32) for at in range(3))
-    look = ev.Look(job=1, store="host", keys=keys, deadline_s=1.0)
+    look = ev.Probe(job=1, store="host", keys=keys, deadline_s=1.0)
     document = ev.encode(look)
     assert document["keys"] == "#32*" + b"".join(keys).hex()
     assert ev.decode({**document, "keys": [f"#{key.hex()}" for key in keys]}) == look  # as older recordings have them
@@ -81,7 +82,7 @@ def test_keys_in_a_row_are_one_text_and_keys_one_by_one_are_still_read() -> None
 
 @pytest.mark.parametrize("row", ["#32*", "#0*00", "#-1*00", "#2*000000", "#x*00", "#2*zz", "#1*00*00"])
 def test_a_row_of_keys_that_is_none_is_refused(row: str) -> None:
-    document = ev.encode(ev.Look(job=1, store="host", keys=(), deadline_s=1.0))
+    document = ev.encode(ev.Probe(job=1, store="host", keys=(), deadline_s=1.0))
     with pytest.raises(InvalidInput):
         ev.decode({**document, "keys": row})
 
@@ -89,7 +90,7 @@ def test_a_row_of_keys_that_is_none_is_refused(row: str) -> None:
 def test_a_failure_comes_back_as_one() -> None:
     failed = ev.decode({"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "late"})
     assert isinstance(failed, ev.JobFailed)
-    assert failed.failure is ev.Failure.LATE
+    assert failed.failure is Reason.LATE
 
 
 GARBAGE: list[dict[Any, Any]] = [

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig, WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Came, Went
+from headwater.core.events import Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.disagg.handoff import TAIL_GRACE_S, PoolReceiver, PoolSender
 from headwater.disagg.mover import Mover
-from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
-from headwater.disagg.protocol import Finish, FirstToken, SamplerState, Tail, Ticket, decode
+from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
+from headwater.disagg.protocol import FirstToken, FirstTokenFinish, SamplerState, Tail, Ticket, decode
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import Header, frame_bytes, parse, seal, write_header
 from headwater.layout.reshard import part_number
@@ -32,7 +33,7 @@ from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
@@ -81,9 +82,9 @@ class Ear:
     """Hears moves."""
 
     def __init__(self) -> None:
-        self.moves: list[Came | Went] = []
+        self.moves: list[Stored | Removed] = []
 
-    def offer(self, moves: Iterable[Came | Went]) -> None:
+    def offer(self, moves: Iterable[Stored | Removed]) -> None:
         self.moves += moves
 
 
@@ -151,7 +152,7 @@ class Ends:
     def frame(self, ticket: Ticket, block: int) -> bytearray:
         frame = bytearray(self.naming.frame_bytes)
         items = [(self.name(ticket, block), memoryview(frame))]
-        assert self.store.get_into(items, deadline=Deadline.after(5.0)) == [GetStatus.HIT]
+        assert self.store.get_into(items, deadline=Deadline.after(5.0)) == [Status.HIT]
         return frame
 
     def holds(self, ticket: Ticket, block: int) -> bool:
@@ -331,7 +332,7 @@ def test_tenants_do_not_meet(ends: Callable[..., Ends]) -> None:
 def test_a_request_that_is_over_touches_no_pool(ends: Callable[..., Ends]) -> None:
     hanging = HangingStore(MemoryStore(8 << 20))
     one = ends(hanging)
-    ticket = one.ticket(2 * B + 1, finish=Finish.STOP)
+    ticket = one.ticket(2 * B + 1, finish=FirstTokenFinish.STOP)
     assert ticket.over
     assert isinstance(one.fetch(ticket), Fetched)
     assert hanging.num_asked() == 0
@@ -365,7 +366,7 @@ def test_a_tail_is_its_tickets_alone(ends: Callable[..., Ends]) -> None:
 def test_the_index_hears_of_full_blocks_only(ends: Callable[..., Ends]) -> None:
     one = ends()
     ticket = one.ticket(3 * B + 2)
-    came = Came(tier="pool", keys=ticket.keys, parent=ticket.root, depth=0)
+    came = Stored(tier="pool", keys=ticket.keys, parent=ticket.root, depth=0)
     assert one.ears[0].moves == [came]
     assert isinstance(one.fetch(ticket, start_block=1), Fetched)
     assert one.ears[1].moves == [replace(came, keys=ticket.keys[1:], parent=ticket.keys[0], depth=1)]
@@ -420,7 +421,7 @@ def test_a_tail_that_breaks_the_rules_is_not_used(lie: str, ends: Callable[..., 
         write_header(memoryview(frame), meta, seen.plane_bytes, seen.digests, now_ms=1)
     soon = Deadline.after(5.0)
     one.store.delete([meta.name], deadline=soon)
-    assert one.store.put([(meta.name, memoryview(frame))], deadline=soon) == [PutStatus.STORED]
+    assert one.store.put([(meta.name, memoryview(frame))], deadline=soon) == [Status.STORED]
     missing = one.fetch(ticket)
     assert isinstance(missing, Missing)
     assert (missing.first_block, missing.reason) == (2, Reason.FOREIGN)
@@ -491,10 +492,10 @@ class Forgetful(OpaqueStore):
         self.times = times
         self.num_asked = 0
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         self.num_asked += 1
         if self.num_asked <= self.times:
-            return [GetStatus.MISS] * len(pages)
+            return [Status.MISS] * len(pages)
         return super().get_into(pages, deadline=deadline)
 
 
@@ -623,7 +624,7 @@ def test_a_pool_that_drops_a_block_meanwhile_is_written_again(ends: Callable[...
     class Dropping(OpaqueStore):
         num_drops = 0
 
-        def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+        def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
             if self.num_drops < 1 and len(inner.names()) == 4:
                 self.num_drops += 1
                 inner.delete(inner.names()[:1], deadline=deadline)
@@ -734,8 +735,8 @@ def test_a_pool_that_is_down_is_told_at_once(ends: Callable[..., Ends]) -> None:
 class Stubborn(FaultyStore):
     """Keeps what it has."""
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
-        return [DeleteStatus.FAILED] * len(names)
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
+        return [Status.FAILED] * len(names)
 
 
 def test_a_pool_of_nothing_but_bad_pages_is_left_alone_for_a_while(ends: Callable[..., Ends]) -> None:

@@ -21,23 +21,14 @@ from copy_kit import WAIT_S, Hold, OddWire, at_call, no_traces, raise_trouble
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Cancel, Copied, Failure, Instruction, Job, JobDone, JobFailed, Load, Look, Save
+from headwater.core.events import Cancel, Copied, Instruction, Job, JobDone, JobFailed, Load, Probe, Save
 from headwater.core.page import PageName, page_name
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import (
-    SYSTEM_CLOCK,
-    Addressable,
-    Borrow,
-    Clock,
-    Deadline,
-    GetStatus,
-    PutStatus,
-    Reservation,
-    Store,
-)
+from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Reservation, Store
 from headwater.storage.local import MappedStore
 from headwater.storage.local.table import RecordState
 from headwater.storage.verified import VerifiedStore
@@ -87,16 +78,16 @@ class OddSlab(WrapperStore, Addressable):
     def memory(self) -> memoryview | None:
         return self._do("memory", self.slab.memory)  # type: ignore[no-any-return]
 
-    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | Status]:
         return self._do("reserve", lambda: self.slab.reserve(pages, deadline=deadline))  # type: ignore[no-any-return]
 
-    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[Status]:
         return self._do("publish", lambda: self.slab.publish(reservations, deadline=deadline))  # type: ignore[no-any-return]
 
     def abandon(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> None:
         self._do("abandon", lambda: self.slab.abandon(reservations, deadline=deadline))
 
-    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | Status]:
         return self._do("borrow", lambda: self.slab.borrow(names, deadline=deadline))  # type: ignore[no-any-return]
 
     def still_valid(self, borrow: Borrow) -> bool:
@@ -220,7 +211,7 @@ class Rig:
         self.submit(Cancel(job=job))
 
     def look(self, num_blocks: int = 1, *, chain: int = 1, within_s: float = PATIENCE_S) -> int:
-        return self._job(Look, keys(chain, num_blocks), within_s)
+        return self._job(Probe, keys(chain, num_blocks), within_s)
 
     def load(self, slots: Sequence[int], *, chain: int = 1, within_s: float = PATIENCE_S) -> int:
         return self._job(Load, keys(chain, len(slots)), within_s, slots=tuple(slots))
@@ -402,7 +393,7 @@ def test_what_is_stored_is_a_sealed_frame(shm: Path) -> None:
             wanted[header_bytes(NUM_PLANES) :] = here.was(depth)
             seal(wanted, meta, LAYOUT, now_ms=int(clock.time() * 1000))
             found = memoryview(bytearray(FRAME_BYTES))
-            assert reader.get_into([(meta.name, found)], deadline=soon()) == [GetStatus.HIT]
+            assert reader.get_into([(meta.name, found)], deadline=soon()) == [Status.HIT]
             assert found == wanted
 
 
@@ -589,7 +580,7 @@ def give_slot_away(here: Rig, name: PageName) -> None:
     assert here.slab.delete([name], deadline=soon())
     for number in range(10_000):
         page = sample_page(1000 + number, plane_bytes=LAYOUT.plane_bytes)
-        assert here.slab.put([page.item], deadline=soon()) == [PutStatus.STORED]
+        assert here.slab.put([page.item], deadline=soon()) == [Status.STORED]
         if bytes(frame[4096:]) != before[4096:]:
             return
     raise AssertionError("the slot was not taken")
@@ -645,7 +636,7 @@ def test_a_save_that_ends_in_the_middle_leaves_nothing_behind(shm: Path, at: int
     with rig(shm, clock=clock) as here:
         if how == "error":
             here.staging.out.on_finish = at_call(at, raise_trouble)
-            assert here.ear.failure(here.save(range(NUM_BLOCKS), within_s=5)) is Failure.FAILED
+            assert here.ear.failure(here.save(range(NUM_BLOCKS), within_s=5)) is Reason.FAILED
         else:
             held = hold(here, here.staging.out, at)
             job = here.save(range(NUM_BLOCKS), within_s=5)
@@ -664,14 +655,14 @@ def test_a_save_that_ends_in_the_middle_leaves_nothing_behind(shm: Path, at: int
                 assert set(results) <= {"stored", "late"}
                 assert results == sorted(results, reverse=True)
             else:
-                assert here.ear.failure(job) is Failure.CANCELLED
+                assert here.ear.failure(job) is Reason.CANCELLED
         here.staging.out.on_finish = None
         if how == "close":
             assert here.worker.close(PATIENCE_S)
             here.held(NUM_BLOCKS)
             return
         assert here.worker.drain(PATIENCE_S)
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)  # its thread has cleared up
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)  # its thread has cleared up
         num_held = here.held(NUM_BLOCKS)
         assert num_held <= at // NUM_PLANES
         here.nothing_is_out()
@@ -693,7 +684,7 @@ def test_a_load_that_ends_in_the_middle_writes_no_slot_after_its_end(shm: Path, 
         if how == "error":
             here.staging.into.on_finish = at_call(at, raise_trouble)
             job = here.load(slots, within_s=5)
-            assert here.ear.failure(job) is Failure.FAILED
+            assert here.ear.failure(job) is Reason.FAILED
         else:
             held = hold(here, here.staging.into, at)
             job = here.load(slots, within_s=5)
@@ -703,7 +694,7 @@ def test_a_load_that_ends_in_the_middle_writes_no_slot_after_its_end(shm: Path, 
             held.go_on.set()
             end = here.ear.end(job)
             if how == "cancel":
-                assert here.ear.failure(job) is Failure.CANCELLED
+                assert here.ear.failure(job) is Reason.CANCELLED
             else:
                 results = list(end.results) if isinstance(end, JobDone) else [end.failure.value]
                 assert set(results) in ({"late"}, {"hit"})
@@ -824,8 +815,8 @@ def test_staging_that_raises_fails_the_save(shm: Path, at: int) -> None:
                 raise_trouble()
 
         here.staging.before = fail
-        assert here.ear.failure(here.save(range(6))) is Failure.FAILED
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        assert here.ear.failure(here.save(range(6))) is Reason.FAILED
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
         assert here.held(6) <= 2 * at
         here.staging.before = None
@@ -837,11 +828,11 @@ def test_staging_that_raises_fails_the_load(shm: Path) -> None:
     with rig(shm) as here:
         here.saved(range(3))
         here.staging.before = raise_trouble
-        assert here.ear.failure(here.load([20, 21, 22])) is Failure.FAILED
+        assert here.ear.failure(here.load([20, 21, 22])) is Reason.FAILED
         assert here.untouched([20, 21, 22])
         here.staging.before = None
-        assert here.ear.failure(here.load([20, 21, 999])) is Failure.FAILED
-        assert here.ear.failure(here.save([999], chain=2)) is Failure.FAILED
+        assert here.ear.failure(here.load([20, 21, 999])) is Reason.FAILED
+        assert here.ear.failure(here.save([999], chain=2)) is Reason.FAILED
         here.loaded([20, 21, 22], range(3))
 
 
@@ -857,8 +848,8 @@ def test_whatever_a_store_raises_the_job_ends_and_nothing_is_left(
         if call == "abandon":  # nobody minds: everything is published
             assert here.ear.results(job) == ["stored"] * 6
         else:
-            assert here.ear.failure(job) is Failure.FAILED
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+            assert here.ear.failure(job) is Reason.FAILED
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.store.raises.clear()
         here.nothing_is_out()
         assert here.untouched(range(20, 23))
@@ -869,7 +860,7 @@ def test_whatever_a_store_raises_the_job_ends_and_nothing_is_left(
 def test_a_store_lost_in_the_middle_keeps_what_was_published(shm: Path) -> None:
     with rig(shm) as here:
 
-        def lose(found: list[PutStatus]) -> list[PutStatus]:
+        def lose(found: list[Status]) -> list[Status]:
             here.store.raises["publish"] = RuntimeError("boom")
             return found
 
@@ -877,7 +868,7 @@ def test_a_store_lost_in_the_middle_keeps_what_was_published(shm: Path) -> None:
         assert here.ear.results(here.save(range(6))) == ["stored", "stored", "failed"] + ["no_parent"] * 3
         here.store.raises.clear()
         here.store.answers.clear()
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
         assert here.held(6) == 2
         here.saved(range(6))
@@ -891,8 +882,8 @@ NONSENSE: dict[str, Callable[[list[Any]], Any]] = {
     "none": lambda found: None,
     "text": lambda found: [*found[:-1], "stored"],
     "number": lambda found: [*found[:-1], 1],
-    "hit": lambda found: [GetStatus.HIT for _ in found],
-    "hit for one": lambda found: [*found[:-1], GetStatus.HIT],
+    "hit": lambda found: [Status.HIT for _ in found],
+    "hit for one": lambda found: [*found[:-1], Status.HIT],
 }
 
 
@@ -916,8 +907,8 @@ def test_nonsense_for_an_answer_is_a_failure(shm: Path, call: str, nonsense: str
             assert results[:3] == [] or results.count("hit") == good, results
             assert here.untouched(range(20 + good, 23))
         else:
-            assert here.ear.failure(here.save(range(6), chain=2)) is Failure.FAILED
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+            assert here.ear.failure(here.save(range(6), chain=2)) is Reason.FAILED
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.store.answers.clear()
         here.nothing_is_out()
         here.saved(range(6), chain=2)
@@ -928,7 +919,7 @@ def test_a_reader_takes_no_mere_word_for_a_hit(shm: Path) -> None:
     """The same hole where pages are copied out through a buffer."""
     with rig(shm) as here:
         here.saved(range(2))
-        here.store.answers["borrow"] = lambda found: [GetStatus.HIT for _ in found]
+        here.store.answers["borrow"] = lambda found: [Status.HIT for _ in found]
         here.staging.far = True
         assert "hit" not in here.ear.results(here.load([20, 21]))
         assert here.untouched([20, 21])
@@ -942,14 +933,14 @@ def test_a_row_ends_where_a_slot_is_refused(shm: Path, at: int) -> None:
             if here.store.calls.count("reserve") == 1:
                 return found
             here.slab.abandon([found[at]], deadline=soon())  # of the second slice
-            return [*found[:at], PutStatus.NO_ROOM, *found[at + 1 :]]
+            return [*found[:at], Status.NO_ROOM, *found[at + 1 :]]
 
         here.store.answers["reserve"] = refuse
         num_stored = 2 + at
         results = here.ear.results(here.save(range(6)))
         assert results == ["stored"] * num_stored + ["no_room"] + ["no_parent"] * (5 - num_stored)
         assert len(here.staging.out.launched) == num_stored * NUM_PLANES
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
         here.store.answers.clear()
         assert here.held(6) == num_stored
@@ -963,11 +954,11 @@ def test_what_was_not_copied_whole_is_not_published(shm: Path) -> None:
         assert held.arrived.wait(WAIT_S)
         closing = threading.Thread(target=here.staging.close)
         closing.start()
-        wait_until(lambda: here.staging._engine._lanes[Direction.OUT]._closed)
+        wait_until(lambda: here.staging._engine._queues[Direction.OUT]._closed)
         held.go_on.set()
         here.ear.end(job)
         closing.join(WAIT_S)
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         assert here.held(4) == 2
         here.nothing_is_out()
 
@@ -984,7 +975,7 @@ def test_a_slot_goes_back_when_no_copy_can_write_to_it(shm: Path) -> None:
         wait_until(lambda: here.staging.begun[1].cancelled or "abandon" in here.store.calls)
         assert "abandon" not in here.store.calls, "the slot was given back under the copy"
         held.go_on.set()
-        assert here.ear.failure(job) is Failure.FAILED
+        assert here.ear.failure(job) is Reason.FAILED
         assert here.store.calls[-1] == "abandon"
         here.store.raises.clear()
         here.nothing_is_out()
@@ -993,13 +984,13 @@ def test_a_slot_goes_back_when_no_copy_can_write_to_it(shm: Path) -> None:
 def test_a_row_ends_where_a_page_is_not_published(shm: Path) -> None:
     with rig(shm) as here:
 
-        def late(found: list[PutStatus]) -> list[PutStatus]:
-            return [found[0], PutStatus.NO_ROOM]
+        def late(found: list[Status]) -> list[Status]:
+            return [found[0], Status.NO_ROOM]
 
         here.store.answers["publish"] = late
         assert here.ear.results(here.save(range(6))) == ["stored", "no_room"] + ["no_parent"] * 4
         assert here.store.calls.count("publish") == 1
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
 
 
@@ -1013,7 +1004,7 @@ def test_what_another_published_meanwhile_is_there(shm: Path) -> None:
         frame[header_bytes(NUM_PLANES) :] = here.was(0)
         meta = PageMeta(key=key(1, 0), identity=IDENTITY, parent=key(1, -1), depth=0, valid_tokens=4, tenant=TENANT)
         seal(frame, meta, LAYOUT, now_ms=1)
-        assert other.put([(meta.name, frame)], deadline=soon()) == [PutStatus.STORED]
+        assert other.put([(meta.name, frame)], deadline=soon()) == [Status.STORED]
         here.store.open()
         assert here.ear.results(job) == ["exists", "stored", "stored"]
         here.loaded(range(20, 23), range(3))
@@ -1033,9 +1024,9 @@ def test_a_call_that_hangs_makes_the_job_late_and_gives_all_back_later(shm: Path
         wait_until(lambda: len(here.staging.out.finished) == len(here.staging.out.launched))
         wait_until(lambda: not here.worker._ledger.live[job].copying)
         here.pass_time(6)
-        assert here.ear.failure(job) is Failure.LATE
+        assert here.ear.failure(job) is Reason.LATE
         here.store.open()
-        wait_until(lambda: here.worker._lanes["host"].num_stuck == 0)
+        wait_until(lambda: here.worker._queues["host"].num_stuck == 0)
         here.nothing_is_out()
         assert here.untouched(range(20, 23))
         here.saved(range(6), chain=2)
@@ -1053,14 +1044,14 @@ def test_a_publish_that_hangs_while_the_next_slice_is_copied(shm: Path) -> None:
         here.store.gates["publish"].wait_for_arrival()
         assert held.arrived.wait(WAIT_S)
         here.pass_time(6)
-        assert here.ear.failure(behind) is Failure.LATE  # so the watchdog has looked
+        assert here.ear.failure(behind) is Reason.LATE  # so the watchdog has looked
         assert not here.ear.ends(job)
         held.go_on.set()
-        assert here.ear.failure(job) is Failure.LATE
-        assert here.worker._lanes["host"].num_stuck == 1
+        assert here.ear.failure(job) is Reason.LATE
+        assert here.worker._queues["host"].num_stuck == 1
         here.loaded([], [])
         here.store.open()
-        wait_until(lambda: here.worker._lanes["host"].num_stuck == 0)
+        wait_until(lambda: here.worker._queues["host"].num_stuck == 0)
         here.nothing_is_out()
         assert here.held(6) <= 2
         here.saved(range(6))
@@ -1077,9 +1068,9 @@ def test_a_save_cancelled_while_its_store_hangs_ends_with_its_copies(shm: Path) 
         here.cancel(job)
         assert not here.ear.ends(job)
         held.go_on.set()
-        assert here.ear.failure(job) is Failure.CANCELLED
+        assert here.ear.failure(job) is Reason.CANCELLED
         here.store.open()
-        wait_until(lambda: here.worker._lanes["host"]._num_unhurried == 0)
+        wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
         here.saved(range(6))
 
@@ -1128,7 +1119,7 @@ def evict(here: Rig) -> None:
     number = 2000
     while not here.slab.metrics.value("local_evicted_pages_total", medium="memory") or number < 2100:
         page = sample_page(number, plane_bytes=LARGE.plane_bytes)
-        assert here.slab.put([page.item], deadline=soon()) == [PutStatus.STORED]
+        assert here.slab.put([page.item], deadline=soon()) == [Status.STORED]
         number += 1
 
 

@@ -32,7 +32,7 @@ from headwater.testing.stores import soon
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
 from headwater.transfer.device.copy_queue import Transfer
-from headwater.transfer.device.wire import Digests, Direction, Piece, Wire
+from headwater.transfer.device.wire import Digests, Direction, Wire, WirePiece
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker
 from worker_kit import make_late, wait_until
@@ -131,7 +131,7 @@ class Rig:
         self.model, self.planes, self.staging, self.cache = model, planes, staging, cache
         self.runs: dict[str, Run] = {}
         config = EngineConfig(step_tokens=CHUNK)
-        connector = Patient(cache, model.identity, look_s=WAIT_S)
+        connector = Patient(cache, model.identity, probe_s=WAIT_S)
         self.engine = Engine(model, planes, connector, config, watch=self._watch)
 
     @property
@@ -170,8 +170,8 @@ class Rig:
         return torch.cat([row[slot] for row in self.planes.rows]).numpy().tobytes()
 
     def make_late(self) -> None:
-        assert isinstance(self.cache._hands, Worker)
-        make_late(self.cache._hands)
+        assert isinstance(self.cache._executor, Worker)
+        make_late(self.cache._executor)
 
     def block_count(self, state: SlotState) -> int:
         with self.cache.still() as brain:
@@ -199,7 +199,7 @@ def rig(model: Model, shm: Path) -> Iterator[tuple[Rig, MappedStore]]:
         num_slots=40,
         block_tokens=BLOCK,
         block_bytes=model.layout.page_bytes,
-        tiers=(TierConfig(name="host", look_timeout_s=WAIT_S, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S),),
+        tiers=(TierConfig(name="host", probe_timeout_s=WAIT_S, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S),),
         compute_base_s=1000.0,
     )
     with (
@@ -409,7 +409,7 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
         run = here.begin(prompt)
         assert held.arrived.wait(WAIT_S)
         wait_until(lambda: here.model.asked == [0, 1, 2])
-        worker = here.cache._hands
+        worker = here.cache._executor
         assert isinstance(worker, Worker)
         load = next(job for job in worker._ledger.live.values() if isinstance(job.order, Load))
         if how == "given up":
@@ -428,7 +428,7 @@ def test_a_load_that_ends_in_the_middle_throws_the_step_away(
             assert 2 not in here.model.got
 
 
-def _raise(piece: Piece, found: Digests | None) -> Digests | None:
+def _raise(piece: WirePiece, found: Digests | None) -> Digests | None:
     raise RuntimeError("the device is gone")
 
 
@@ -470,7 +470,7 @@ def test_who_queues_behind_a_copy_that_hangs_goes_on(model: Model, shm: Path, pr
         try:
             runs = [here.begin(prompt)]
             assert held.arrived.wait(WAIT_S)
-            wait_until(lambda: not here.staging._engine._lanes[Direction.IN]._free)
+            wait_until(lambda: not here.staging._engine._queues[Direction.IN]._free)
             runs.append(here.begin(other))
             wait_until(lambda: len(here.staging.loads) == 2)
             here.make_late()

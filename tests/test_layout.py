@@ -24,7 +24,7 @@ from headwater.layout.spec import (
     DType,
     KVLayout,
     Plane,
-    Role,
+    PlaneRole,
     combine,
     declare_role,
     role,
@@ -125,8 +125,8 @@ def test_roles() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"role": Role("undeclared", 900)}, "not declared"),
-        ({"role": Role("key", 900)}, "not declared"),
+        ({"role": PlaneRole("undeclared", 900)}, "not declared"),
+        ({"role": PlaneRole("key", 900)}, "not declared"),
         ({"layer": -1}, "layer"),
         ({"layer": True}, "layer"),
         ({"shape": ()}, "empty shape"),

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.index.base import Hold
 from headwater.index.lent import LentIndex
 from headwater.pool.redis import redis_server
-from headwater.storage.base import Deadline, DeleteStatus
+from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
 from test_vllm_sides import ROOM_S, engine_of, request_keys, run
 from vllm_kit import SIZE, FakeEngine, FakeRequest
@@ -70,12 +71,12 @@ def test_what_is_whole_is_what_reading_all_marks_says() -> None:
 
 def _lose_one(engine: FakeEngine, prompt: list[int], at: int) -> None:
     """A pool that evicts page by page evicts one block of a prompt."""
-    hands = engine.worker.sides[0]._hands
-    assert hands.drain(ROOM_S)  # type: ignore[attr-defined]
-    name = hands._hands._naming.name(request_keys(engine, prompt)[at])  # type: ignore[attr-defined]
-    store = hands._tiers["pool"].store  # type: ignore[attr-defined]
+    executor = engine.worker.sides[0]._executor
+    assert executor.drain(ROOM_S)  # type: ignore[attr-defined]
+    name = executor._runner._naming.name(request_keys(engine, prompt)[at])  # type: ignore[attr-defined]
+    store = executor._tiers["pool"].store  # type: ignore[attr-defined]
     until = Deadline.after(ROOM_S)
-    while store.delete([name], deadline=Deadline.after(5.0)) != [DeleteStatus.REMOVED]:
+    while store.delete([name], deadline=Deadline.after(5.0)) != [Status.REMOVED]:
         assert not until.expired  # a page that was just read has a lease
     assert store.contains([name], deadline=Deadline.after(5.0)) == [False]
 
@@ -85,7 +86,7 @@ def _ask(engine: FakeEngine, name: str, prompt: list[int]) -> int:
     request = FakeRequest(name, prompt, 2)
     engine.add(request)
     run(engine)
-    assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+    assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
     return request.num_loaded // SIZE
 
 

@@ -19,9 +19,10 @@ from headwater.core.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
+from headwater.core.results import Status
 from headwater.metrics import Metrics
 from headwater.policy import Lru
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.disabled import DisabledStore
 from headwater.storage.local import directory
 from headwater.storage.local.attach import destroy
@@ -46,8 +47,8 @@ def test_what_cannot_be_a_store_says_so_and_the_cache_goes_on(tmp_path: Path) ->
     assert isinstance(store, DisabledStore)
     assert "cannot use" in store.reason
     page = sample_page(1)
-    assert store.put([page.item], deadline=soon()) == [PutStatus.FAILED]
-    assert store.get_into([(page.name, page.buffer())], deadline=soon()) == [GetStatus.MISS]
+    assert store.put([page.item], deadline=soon()) == [Status.FAILED]
+    assert store.get_into([(page.name, page.buffer())], deadline=soon()) == [Status.MISS]
     assert store.contains([page.name], deadline=soon()) == [False]
     assert metrics.value("events_total", kind="tier_disabled") == 1
     store.close()
@@ -60,7 +61,7 @@ def test_a_full_file_system_is_told_at_the_door_and_leaves_nothing(place: Path) 
         open_local(config(place, limit_bytes=1 << 50))
     assert not (place / "store" / directory.SLAB).exists()
     with open_local(config(place)) as store:
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
 
 
 def test_a_file_system_that_fills_up_meanwhile_is_told_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_power_safe_puts_are_synced(place: Path, monkeypatch: pytest.MonkeyPatch
             raise OSError(errno.EIO, "input/output error")
 
         monkeypatch.setattr(os, "fdatasync", fails)
-        assert put(store, sample_chain(2, 3)) == [PutStatus.FAILED] * 3
+        assert put(store, sample_chain(2, 3)) == [Status.FAILED] * 3
         assert "cannot sync" in str(store.down)
         monkeypatch.undo()
         assert store.revive()

@@ -26,9 +26,10 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import StoreError, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal, seal_into
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Addressable, Deadline, DeleteStatus, GetStatus, PutStatus, Reservation
+from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_chain, sample_page
 from headwater.testing.processes import Helper
@@ -153,7 +154,7 @@ def test_who_lost_its_slab_writes_nothing_into_anybody_elses(shm: Path, helper: 
         other("open", directory=str(shm / "store"), limit_bytes=LIMIT, planes=list(BIG))
         assert other("put", refs=[(i, 0) for i in range(40, 50)]) == ["stored"] * 10
         reservation.view[:] = page.frame
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.FAILED]
+        assert store.publish([reservation], deadline=soon()) == [Status.FAILED]
         assert other("get", refs=[(i, 0) for i in range(40, 50)]) == ["hit"] * 10
         assert other("contains", refs=[(1, 0)]) == [False]
         assert store.revive()
@@ -204,7 +205,7 @@ def test_closing_in_a_child_takes_no_lock_and_nothing_from_the_parent(place: Pat
 
             assert in_child(child) == 0
         assert hits(store, sample_chain(1, 3)) == 3
-        assert put(store, sample_chain(2, 3)) == [PutStatus.STORED] * 3
+        assert put(store, sample_chain(2, 3)) == [Status.STORED] * 3
 
 
 @pytest.mark.fault("A1")
@@ -250,7 +251,7 @@ def test_an_interrupt_after_publishing_leaves_the_pages_alone(place: Path, monke
     with open_local(config(place)) as store:
         publish = store._publish
 
-        def interrupted(*args: Any) -> list[PutStatus]:
+        def interrupted(*args: Any) -> list[Status]:
             publish(*args)
             raise KeyboardInterrupt
 
@@ -334,12 +335,12 @@ def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: py
     with open_local(LocalStoreConfig(directory=Path("relative"), limit_bytes=LIMIT)) as store:
         put(store, sample_chain(1, 2))
         monkeypatch.chdir(elsewhere)
-        assert put(store, sample_chain(2, 2)) == [PutStatus.STORED] * 2
+        assert put(store, sample_chain(2, 2)) == [Status.STORED] * 2
         os.truncate(tmp_path / "relative" / SLAB, 100)
         store.contains([], deadline=soon())
         assert store.down is not None
         assert store.revive()
-        assert put(store, sample_chain(2, 2)) == [PutStatus.STORED] * 2
+        assert put(store, sample_chain(2, 2)) == [Status.STORED] * 2
     assert not list(elsewhere.iterdir())
 
 
@@ -460,7 +461,7 @@ def test_a_file_system_without_unnamed_files_gets_a_whole_slab_or_none(
     assert os.listdir(place / "store") == ["slab.new"]
     monkeypatch.setattr(os, "link", real_link)
     with open_local(config(place)) as store:
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
     assert os.listdir(place / "store") == [SLAB]
     shutil.move(place / "store" / SLAB, place / "store" / "slab.new")  # somebody put it aside: it is not ours to remove
     with pytest.raises(StoreUnavailable, match=r"slab\.new"):
@@ -507,7 +508,7 @@ def hits_of_a_new_working_set(path: Path, policy: str, *, ahead_s: float, restar
             for i in range(100, 116):
                 clock.wall_s += 0.1
                 page = sample_page(i, plane_bytes=BIG)
-                if read(store, [page]) == [GetStatus.HIT]:
+                if read(store, [page]) == [Status.HIT]:
                     found += 1
                 else:
                     put(store, [page])
@@ -582,7 +583,7 @@ def test_a_page_with_very_many_descendants_overruns_no_deadline(shm: Path, how: 
     with open_local(config(shm, limit_bytes=1 << 30)) as store:
         store.put([(name, frame)], deadline=soon())
         stored = store.put(list(children), deadline=Deadline.after(60))
-        assert stored == [PutStatus.STORED] * num_children
+        assert stored == [Status.STORED] * num_children
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=(64,))
         if how == "damaged":
             place = store._run(lambda at: at.catalog.mirror.places[name], None)
@@ -596,9 +597,9 @@ def test_a_page_with_very_many_descendants_overruns_no_deadline(shm: Path, how: 
             deadline = Deadline.after(0.02)
             if how == "damaged":
                 status = reader.get_into([(name, memoryview(bytearray(len(frame))))], deadline=deadline)
-                assert status == [GetStatus.CORRUPT]
+                assert status == [Status.CORRUPT]
             else:
-                assert store.delete([name], deadline=deadline)[0] in (DeleteStatus.LATE, DeleteStatus.REMOVED)
+                assert store.delete([name], deadline=deadline)[0] in (Status.LATE, Status.REMOVED)
             assert time.monotonic() - deadline.at_s < GRACE_S
             tries += 1
         assert tries > 1, "each try went as far as it could"
@@ -680,10 +681,10 @@ def test_a_cut_slab_reads_zeros_and_is_made_whole_again(shm: Path) -> None:
         assert isinstance(store, Addressable)
         put(store, [page])
         (borrow,) = store.borrow([page.name], deadline=soon())
-        assert not isinstance(borrow, GetStatus)
+        assert not isinstance(borrow, Status)
         os.truncate(shm / "store" / SLAB, 0)
         assert not any(bytes(borrow.view))
-        assert read(store, [page]) == [GetStatus.FAILED]
+        assert read(store, [page]) == [Status.FAILED]
         assert store.revive()
-        assert put(store, [page]) == [PutStatus.STORED]
+        assert put(store, [page]) == [Status.STORED]
         assert hits(store, [page]) == 1

@@ -10,7 +10,8 @@ import pytest
 
 from headwater.build import open_local, open_tier
 from headwater.config import LocalStoreConfig
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
@@ -51,7 +52,7 @@ def test_an_interrupt_in_the_middle_of_a_change_is_repaired_by_the_next_one(
         monkeypatch.undo()
         assert other("put", refs=[(5, 0)]) == ["stored"]
         assert other("validate") == []
-        assert put(store, pages)[2:] == [PutStatus.STORED] * 4
+        assert put(store, pages)[2:] == [Status.STORED] * 4
         assert other("get", refs=[(1, d) for d in range(6)]) == ["hit"] * 6
         assert store.validate(deadline=soon()) == []
 
@@ -93,16 +94,16 @@ def test_nobody_waits_past_a_deadline_for_who_is_stopped_in_a_change(place: Path
             reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
             wanted = [(page.name, page.buffer()) for page in there]
             names = [page.name for page in (*there, *absent)]
-            assert timed("get", lambda d: reader.get_into(wanted, deadline=d)) == [GetStatus.HIT] * 4
+            assert timed("get", lambda d: reader.get_into(wanted, deadline=d)) == [Status.HIT] * 4
             assert timed("contains", lambda d: store.contains(names, deadline=d)) == [True] * 4 + [False] * 2
-            assert timed("glance", lambda d: store.glance(names)) is None
-            assert timed("put", lambda d: store.put(items(absent), deadline=d)) == [PutStatus.LATE] * 2
-            assert timed("delete", lambda d: store.delete(names[:1], deadline=d)) == [DeleteStatus.LATE]
+            assert timed("contains_cached", lambda d: store.contains_cached(names)) is None
+            assert timed("put", lambda d: store.put(items(absent), deadline=d)) == [Status.LATE] * 2
+            assert timed("delete", lambda d: store.delete(names[:1], deadline=d)) == [Status.LATE]
             assert max(took.values()) < GRACE_S, took
-            assert min(took["get"], took["contains"], took["glance"]) < 0, "looking waits for nobody"
+            assert min(took["get"], took["contains"], took["contains_cached"]) < 0, "looking waits for nobody"
         finally:
             os.close(fd)
-        assert put(store, absent) == [PutStatus.STORED] * 2
+        assert put(store, absent) == [Status.STORED] * 2
         assert hits(store, there) == 4
         assert store.validate(deadline=soon()) == []
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headwater.build import open_local
-from headwater.storage.base import PutStatus
+from headwater.core.results import Status
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import SEALED_AT_MS, sample_chain, sample_page
 from headwater.testing.stores import put, read, soon
@@ -84,4 +84,4 @@ def test_page_sizes_share_one_limit(place: Path) -> None:
 def test_a_page_larger_than_the_store_is_refused(place: Path) -> None:
     with open_local(config(place)) as store:
         huge = sample_page(1, plane_bytes=(LIMIT,))
-        assert put(store, [huge, sample_page(2)]) == [PutStatus.REFUSED, PutStatus.STORED]
+        assert put(store, [huge, sample_page(2)]) == [Status.REFUSED, Status.STORED]

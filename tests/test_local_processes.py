@@ -13,8 +13,9 @@ from headwater.core.errors import (
     StoreDamaged,
     StoreForked,
 )
+from headwater.core.results import Status
 from headwater.layout.frame import frame_bytes
-from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
+from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.local import directory
 from headwater.storage.local.table import RecordState
 from headwater.testing.clock import FakeClock
@@ -59,11 +60,11 @@ def test_a_stopped_lock_holder_costs_a_late_answer_never_a_hang(place: Path) -> 
         put(store, [page])
         with changing(place):
             start = time.monotonic()
-            assert store.put([other.item], deadline=Deadline.after(0.3)) == [PutStatus.LATE]
-            assert store.get_into([(page.name, page.buffer())], deadline=Deadline.after(0.3)) == [GetStatus.HIT]
+            assert store.put([other.item], deadline=Deadline.after(0.3)) == [Status.LATE]
+            assert store.get_into([(page.name, page.buffer())], deadline=Deadline.after(0.3)) == [Status.HIT]
             assert store.contains([page.name, other.name], deadline=Deadline.after(0.3)) == [True, False]
             assert time.monotonic() - start < 5  # a hang would be for ever
-        assert put(store, [other]) == [PutStatus.STORED]
+        assert put(store, [other]) == [Status.STORED]
 
 
 def test_the_gate_is_closed_while_another_opens(place: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_destroyed_header_is_told_and_the_file_is_not_touched(place: Path, lim
     assert slab.read_bytes() == destroyed
     slab.unlink()
     with open_local(config(place)) as store:
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
 
 
 def test_peeking_is_not_using(shm: Path) -> None:
@@ -144,7 +145,7 @@ def test_peeking_is_not_using(shm: Path) -> None:
         for page in pages:
             clock.advance(1)
             put(store, [page])
-        assert store.peek(pages[0].name, pages[0].buffer(), deadline=soon()) is GetStatus.HIT
+        assert store.peek(pages[0].name, pages[0].buffer(), deadline=soon()) is Status.HIT
         clock.advance(1)
         put(store, [sample_page(99, plane_bytes=BIG)])
         assert hits(store, [pages[0]]) == 0

@@ -14,7 +14,8 @@ from headwater.core.errors import (
     StoreForked,
     StoreMismatch,
 )
-from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Reservation
+from headwater.core.results import Status
+from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.local import MappedStore, directory
 from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.geometry import CONTROL_AT, EXTENTS_AT, Geometry
@@ -102,17 +103,17 @@ def test_damage_under_a_running_process_turns_the_store_off_until_it_is_revived(
     with open_local(config(place)) as store:
         put(store, pages)
         os.truncate(place / "store" / directory.SLAB, Geometry.plan(LIMIT).data_at + 100_000)
-        assert read(store, pages) == [GetStatus.FAILED] * 10
-        assert put(store, pages) == [PutStatus.FAILED] * 10
+        assert read(store, pages) == [Status.FAILED] * 10
+        assert put(store, pages) == [Status.FAILED] * 10
         assert store.contains([pages[0].name], deadline=soon()) == [False]
         assert "cut" in str(store.down)
         assert store.metrics.value("events_total", kind="local_down") == 1
         assert store.revive()
         assert store.down is None
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
-        kept = read(reader, pages).count(GetStatus.HIT)  # those before the cut; a page across it is thrown out
+        kept = read(reader, pages).count(Status.HIT)  # those before the cut; a page across it is thrown out
         assert 0 < kept < 10
-        assert put(store, pages).count(PutStatus.STORED) == 10 - kept
+        assert put(store, pages).count(Status.STORED) == 10 - kept
         assert hits(store, pages) == 10
 
 
@@ -131,10 +132,10 @@ def test_a_store_that_was_replaced_under_us_is_noticed_before_anything_is_writte
             home.rename(place / "elsewhere")
         if how == "directory replaced":
             open_local(config(place)).close()
-        assert put(store, sample_chain(2, 3)) == [PutStatus.FAILED] * 3
+        assert put(store, sample_chain(2, 3)) == [Status.FAILED] * 3
         assert "under this process" in str(store.down)
         assert store.revive()
-        assert put(store, sample_chain(2, 3)) == [PutStatus.STORED] * 3
+        assert put(store, sample_chain(2, 3)) == [Status.STORED] * 3
         assert hits(store, pages) == (10 if how == "slab replaced" else 0)
 
 
@@ -147,7 +148,7 @@ def test_a_reservation_on_a_damaged_store_fails_and_lets_go(shm: Path) -> None:
         reservation.view[:] = page.frame
         slab = shm / "store" / directory.SLAB
         os.truncate(slab, slab.stat().st_size + 1)
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.FAILED]
+        assert store.publish([reservation], deadline=soon()) == [Status.FAILED]
         assert store.down is not None
         assert store.revive()
         assert store.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
@@ -167,7 +168,7 @@ def test_two_users_of_a_damaged_directory_both_come_back(place: Path) -> None:
         assert first.revive()
         assert second.revive()
         assert hits(second, pages) == 10
-        assert put(first, sample_chain(2, 3)) == [PutStatus.STORED] * 3
+        assert put(first, sample_chain(2, 3)) == [Status.STORED] * 3
         assert hits(second, sample_chain(2, 3)) == 3
 
 
@@ -240,8 +241,8 @@ def test_a_child_whose_parent_went_meanwhile_is_not_published(shm: Path) -> None
         assert isinstance(reservation, Reservation)
         reservation.view[:] = child.frame
         store.delete([parent.name], deadline=soon())
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.NO_PARENT]
-        assert put(store, [child]) == [PutStatus.NO_PARENT]
+        assert store.publish([reservation], deadline=soon()) == [Status.NO_PARENT]
+        assert put(store, [child]) == [Status.NO_PARENT]
         assert store.slots(deadline=soon()).get(RecordState.RESERVED, 0) == 0
 
 
@@ -251,9 +252,9 @@ def test_an_expired_page_makes_way_for_its_successor(place: Path) -> None:
     new = sample_page(1, expires_at_ms=SEALED_AT_MS + 9000)
     with open_local(config(place), clock=clock) as store:
         put(store, [old])
-        assert put(store, [new]) == [PutStatus.EXISTS]
+        assert put(store, [new]) == [Status.EXISTS]
         clock.advance(5)
-        assert put(store, [new]) == [PutStatus.STORED]
+        assert put(store, [new]) == [Status.STORED]
         assert hits(store, [new]) == 1
 
 
@@ -282,7 +283,7 @@ def test_a_reservation_is_not_a_childs(shm: Path) -> None:
                 os._exit(0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert store.publish([reservation], deadline=soon()) == [PutStatus.STORED]
+        assert store.publish([reservation], deadline=soon()) == [Status.STORED]
 
 
 def test_a_failed_lock_costs_no_reload(place: Path) -> None:
@@ -292,7 +293,7 @@ def test_a_failed_lock_costs_no_reload(place: Path) -> None:
         assert mirror is not None
         before = mirror.places
         with changing(place):
-            assert store.put([sample_page(9).item], deadline=Deadline.after(0.05)) == [PutStatus.LATE]
+            assert store.put([sample_page(9).item], deadline=Deadline.after(0.05)) == [Status.LATE]
         put(store, sample_chain(2, 3))
         assert mirror.places is before  # not made anew
 
@@ -305,7 +306,7 @@ def test_reviving_holds_nobody_up(place: Path) -> None:
         gate = directory.Gate(place / "store", soon(), create=False)
         reviving = threading.Thread(target=store.revive)
         reviving.start()
-        assert store.put([sample_page(2).item], deadline=soon()) == [PutStatus.FAILED]
+        assert store.put([sample_page(2).item], deadline=soon()) == [Status.FAILED]
         assert reviving.is_alive(), "the call above answered while the other one waited"
         gate.close()
         reviving.join()
@@ -317,4 +318,4 @@ def test_deadlines_of_any_size(place: Path) -> None:
         for seconds in (1e9, float("inf")):
             pages = [sample_page(int(min(seconds, 2.0)))]
             store.delete([pages[0].name], deadline=Deadline.after(seconds))
-            assert store.put(items(pages), deadline=Deadline.after(seconds)) == [PutStatus.STORED]
+            assert store.put(items(pages), deadline=Deadline.after(seconds)) == [Status.STORED]

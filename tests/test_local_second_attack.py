@@ -19,9 +19,10 @@ import pytest
 from headwater.build import open_local, open_tier
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreBusy, StoreForked, StoreUnavailable
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, seal
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Addressable, Deadline, DeleteStatus, GetStatus, PutStatus, Reservation
+from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.local import LocalStore
 from headwater.storage.local import directory as places
 from headwater.storage.local.allocator import Allocator, Search
@@ -68,7 +69,7 @@ def test_a_users_file_is_not_taken_for_the_slab_that_was_there(place: Path, how:
     with open_local(config(place)) as store:
         if how == "removed":
             slab.unlink()
-            assert put(store, [sample_page(1)]) == [PutStatus.FAILED]
+            assert put(store, [sample_page(1)]) == [Status.FAILED]
             for _ in range(50):  # until the file system gives it the same number
                 slab.write_bytes(words)
                 if not store.revive():
@@ -76,12 +77,12 @@ def test_a_users_file_is_not_taken_for_the_slab_that_was_there(place: Path, how:
                 pytest.fail("it was taken")
         else:
             slab.write_bytes(words)  # into the same file
-            assert put(store, [sample_page(1)]) == [PutStatus.FAILED]
+            assert put(store, [sample_page(1)]) == [Status.FAILED]
             assert not store.revive()
         assert slab.read_bytes() == words
         slab.unlink()
         assert store.revive()
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
 
 
 # --- L2, L7, L8: a mirror that is far behind --------------------------------------------------------------------------
@@ -140,10 +141,10 @@ def test_who_comes_after_a_death_recovers_in_steps_and_gets_there(place: Path, m
             begin_s = clock.monotonic()
             results += other.put(items([page]), deadline=Deadline.after(0.5, clock))
             assert clock.monotonic() - begin_s < 2.0
-            if results[-1] is PutStatus.STORED:
+            if results[-1] is Status.STORED:
                 break
-        assert set(results[:-1]) == {PutStatus.LATE}
-        assert results[-1] is PutStatus.STORED
+        assert set(results[:-1]) == {Status.LATE}
+        assert results[-1] is Status.STORED
         monkeypatch.undo()
         assert hits(store, [page]) == 1
         assert store.validate(deadline=soon()) == []
@@ -181,9 +182,9 @@ def test_a_count_of_changes_that_was_damaged_is_set_right_for_everybody(place: P
             slab.seek(CONTROL_AT + 9)
             slab.write(bytes([byte ^ 1]))
         names = [sample_page(100 + i).name for i in range(2)]
-        assert put(b, [sample_page(100 + i) for i in range(2)]) == [PutStatus.STORED] * 2
+        assert put(b, [sample_page(100 + i) for i in range(2)]) == [Status.STORED] * 2
         assert c.contains(names, deadline=soon()) == a.contains(names, deadline=soon()) == [True, True]
-        assert c.delete(names, deadline=soon()) == [DeleteStatus.REMOVED] * 2
+        assert c.delete(names, deadline=soon()) == [Status.REMOVED] * 2
         assert b.contains(names, deadline=soon()) == [False, False]
         assert [store.validate(deadline=soon()) for store in (a, b, c)] == [[], [], []]
     with open_local(config(place)) as store:
@@ -228,11 +229,11 @@ def test_an_interrupt_at_any_moment_leaves_nothing_locked_and_no_slot_lost(place
                     interrupts += 1
                 finally:
                     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                assert other.put(items(pages[:1]), deadline=Deadline.after(20)) != [PutStatus.LATE]
-                assert other.delete([pages[0].name], deadline=Deadline.after(20)) == [DeleteStatus.REMOVED]
+                assert other.put(items(pages[:1]), deadline=Deadline.after(20)) != [Status.LATE]
+                assert other.delete([pages[0].name], deadline=Deadline.after(20)) == [Status.REMOVED]
             signal.signal(signal.SIGVTALRM, before)
             assert interrupts > 50
-            assert put(store, pages[:8]).count(PutStatus.LATE) == 0
+            assert put(store, pages[:8]).count(Status.LATE) == 0
             assert store.validate(deadline=soon()) == []
             lent = {slot.number for slot in attachment_of(store)._lent}  # an interrupt took them from who had them
             reserved = store.slots(deadline=soon()).get(1, 0)
@@ -260,13 +261,13 @@ def test_an_interrupt_while_others_changes_are_read_leaves_no_page_that_is_gone(
     with open_local(config(place)) as store, open_local(config(place)) as other:
         put(other, pages)
         assert all(store.contains([page.name for page in pages], deadline=soon()))
-        assert other.delete([pages[1].name], deadline=soon()) == [DeleteStatus.REMOVED]
+        assert other.delete([pages[1].name], deadline=soon()) == [Status.REMOVED]
         mirror = attachment_of(store).catalog.mirror
         mirror.places = Places(mirror.places)
         with pytest.raises(_Interrupt):
             store.contains([pages[1].name], deadline=soon())
         assert store.contains([pages[1].name], deadline=soon()) == [False]
-        assert put(store, [pages[1]]) == [PutStatus.STORED]
+        assert put(store, [pages[1]]) == [Status.STORED]
         assert store.validate(deadline=soon()) == []
 
 
@@ -283,12 +284,12 @@ def test_what_comes_to_build_on_an_extent_that_changes_hands_goes_with_it(
         def changes(allocator: Allocator, at: Attachment, search: Search, deadline: Deadline) -> None:
             assert search.extent is not None
             last = at.catalog.pages_in(search.extent)[-1]
-            assert put(other, [chain[1] for chain in chains if chain[0].name == last]) == [PutStatus.STORED]
+            assert put(other, [chain[1] for chain in chains if chain[0].name == last]) == [Status.STORED]
             at.catalog.mirror.seen = -1  # as after very many changes: everything is read again
             change_hands(allocator, at, search, deadline)
 
         monkeypatch.setattr(Allocator, "_change_hands", changes)
-        assert put(store, [sample_page(99, plane_bytes=(5000, 7))]) == [PutStatus.STORED]
+        assert put(store, [sample_page(99, plane_bytes=(5000, 7))]) == [Status.STORED]
         assert store.validate(deadline=soon()) == other.validate(deadline=soon()) == []
 
 
@@ -296,7 +297,7 @@ def test_a_signals_handler_in_the_middle_of_a_change_is_told_that_somebody_is_at
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = Catalog.begin
-    found: list[PutStatus] = []
+    found: list[Status] = []
     with open_local(config(place)) as store:
 
         def begins(catalog: Catalog, owner: int, deadline: Deadline) -> bool:
@@ -306,9 +307,9 @@ def test_a_signals_handler_in_the_middle_of_a_change_is_told_that_somebody_is_at
             return begun
 
         monkeypatch.setattr(Catalog, "begin", begins)
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
-        assert found == [PutStatus.LATE]
-        assert put(store, [sample_page(2)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
+        assert found == [Status.LATE]
+        assert put(store, [sample_page(2)]) == [Status.STORED]
 
 
 # --- L4, L5, L17, L22: forks ------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def test_a_child_of_a_fork_does_not_keep_the_gate(place: Path) -> None:
             os._exit(0)
     try:
         with open_local(config(place, open_timeout_s=5.0)) as store:
-            assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+            assert put(store, [sample_page(1)]) == [Status.STORED]
     finally:
         os.close(write_end)
         os.close(read_end)
@@ -391,7 +392,7 @@ def test_a_child_that_was_forked_in_the_middle_of_a_write_writes_no_more(
 
     with open_local(config(place)) as store:
         monkeypatch.setattr(Slab, "write_frame", forks)
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
         assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 0
         assert hits(store, [sample_page(1)]) == 1
 
@@ -408,7 +409,7 @@ def test_a_child_is_known_by_its_fork_and_not_by_its_number(place: Path, monkeyp
             return True
 
         assert in_child(child) == 0
-        assert put(store, [sample_page(1)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(1)]) == [Status.STORED]
 
 
 # --- L6, L9, L10, L12: deadlines --------------------------------------------------------------------------------------
@@ -452,15 +453,15 @@ def test_batches_end_at_their_deadline(place: Path, monkeypatch: pytest.MonkeyPa
         put(store, pages[:100])
         monkeypatch.setattr(Attachment, "transact", slow)
         found = store.put(items(pages[100:]), deadline=Deadline.after(0.05, clock))
-        assert found.count(PutStatus.LATE) >= 36
-        assert PutStatus.STORED in found
+        assert found.count(Status.LATE) >= 36
+        assert Status.STORED in found
         if isinstance(store, Addressable):
             wanted = [(page.meta, frame_bytes(PLANE_BYTES)) for page in (sample_page(1000 + i) for i in range(600))]
             out = store.reserve(wanted, deadline=Deadline.after(0.05, clock))
-            assert out.count(PutStatus.LATE) >= 200
+            assert out.count(Status.LATE) >= 200
             store.abandon([one for one in out if isinstance(one, Reservation)], deadline=soon())
             over = Deadline.after(-1.0, clock)
-            assert set(store.borrow([page.name for page in pages[:40]], deadline=over)) == {GetStatus.LATE}
+            assert set(store.borrow([page.name for page in pages[:40]], deadline=over)) == {Status.LATE}
 
 
 def test_pages_that_expire_are_found_by_their_dates(place: Path) -> None:
@@ -478,7 +479,7 @@ def test_pages_that_expire_are_found_by_their_dates(place: Path) -> None:
 
     with open_local(config(place), clock=clock) as store:
         pages = [page(i, now_ms + 1000 * (1 + i)) for i in range(300)]
-        assert set(store.put(pages, deadline=soon())) == {PutStatus.STORED}
+        assert set(store.put(pages, deadline=soon())) == {Status.STORED}
         mirror = attachment_of(store).catalog.mirror
         assert mirror.expired(now_ms + 10_500, 256) == mirror.expired(now_ms + 10_500, 256)
         assert len(mirror.expired(now_ms + 10_500, 256)) == 10
@@ -514,9 +515,9 @@ def test_a_new_page_size_that_did_not_get_in_in_time_is_late(place: Path, monkey
             return transact(at, work, deadline if next(calls) == 0 else Deadline.after(-1.0))
 
         monkeypatch.setattr(Attachment, "transact", ends)
-        assert store.put(items([sample_page(100)]), deadline=soon()) == [PutStatus.LATE]
+        assert store.put(items([sample_page(100)]), deadline=soon()) == [Status.LATE]
         monkeypatch.undo()
-        assert put(store, [sample_page(100)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(100)]) == [Status.STORED]
         assert store.validate(deadline=soon()) == []
 
 
@@ -555,11 +556,11 @@ def test_blocks_in_a_circle_are_evicted_as_others_are(place: Path) -> None:
     with open_local(config(place)) as store:
         for i in range(40):
             both = [page(f"a{i}", f"b{i}", 0), page(f"b{i}", f"a{i}", 1)]
-            assert store.put(both, deadline=soon()) == [PutStatus.STORED] * 2
-        assert put(store, [sample_page(1, plane_bytes=BIG)]) == [PutStatus.STORED]
+            assert store.put(both, deadline=soon()) == [Status.STORED] * 2
+        assert put(store, [sample_page(1, plane_bytes=BIG)]) == [Status.STORED]
     with open_local(config(place)) as store:
         for i in range(40):
-            assert put(store, [sample_page(100 + i, plane_bytes=BIG)]) == [PutStatus.STORED]
+            assert put(store, [sample_page(100 + i, plane_bytes=BIG)]) == [Status.STORED]
 
 
 def test_a_slab_with_a_second_name_is_refused(place: Path) -> None:

@@ -19,7 +19,7 @@ from headwater.config import ServeConfig
 from headwater.core.errors import HeadwaterError, InvalidInput, NotInstalled
 from headwater.engine.make_model import make_model
 from headwater.engine.request import Request, Sampling
-from headwater.metrics import BUCKETS_S, FAMILIES, PREFIX, Kind, Metrics
+from headwater.metrics import BUCKETS_S, FAMILIES, PREFIX, MetricKind, Metrics
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "headwater"
 
@@ -166,7 +166,13 @@ def test_reading_what_is_not_declared_raises() -> None:
 
 def test_every_call_in_the_tree_fits_the_table() -> None:
     """Also calls that no test reaches: names and labels are literals, so they can be read."""
-    kinds = {"count": Kind.COUNTER, "add": Kind.COUNTER, "gauge": Kind.GAUGE, "observe": Kind.HISTOGRAM, "value": None}
+    kinds = {
+        "count": MetricKind.COUNTER,
+        "add": MetricKind.COUNTER,
+        "gauge": MetricKind.GAUGE,
+        "observe": MetricKind.HISTOGRAM,
+        "value": None,
+    }
     found = 0
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -192,8 +198,8 @@ def test_every_call_in_the_tree_fits_the_table() -> None:
 
 def test_the_table_keeps_its_own_rules() -> None:
     for family in FAMILIES.values():
-        assert family.name.endswith("_total") == (family.kind is Kind.COUNTER), family
-        assert family.kind is not Kind.HISTOGRAM or family.name.endswith("_seconds"), family
+        assert family.name.endswith("_total") == (family.kind is MetricKind.COUNTER), family
+        assert family.kind is not MetricKind.HISTOGRAM or family.name.endswith("_seconds"), family
         assert family.help, family
         assert len(set(family.labels)) == len(family.labels), family
         assert not {"amount", "value", "le"} & set(family.labels), family  # arguments, and Prometheus' own

@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed, StoreForked, StoreUnavailable
+from headwater.core.results import Status
 from headwater.layout.frame import ALIGNMENT
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.mooncake import MooncakeStore
 from headwater.storage.mooncake import engine as mooncake_engine
 from headwater.storage.mooncake import store as mooncake
 from headwater.storage.mooncake.config import MooncakeConfig, parse_size, parse_url
-from headwater.storage.mooncake.engine import Engine, address_of
+from headwater.storage.mooncake.engine import MooncakeEngine, address_of
 from headwater.storage.mooncake.watch import Watch, knock, nobody_listens
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
@@ -74,49 +75,49 @@ def roomy() -> Iterator[MooncakePool]:
 
 
 @pytest.fixture(scope="module")
-def over_tcp(small: MooncakePool) -> Iterator[Engine]:
-    engine = Engine(small.config())
+def over_tcp(small: MooncakePool) -> Iterator[MooncakeEngine]:
+    engine = MooncakeEngine(small.config())
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def by_memory(small: MooncakePool) -> Iterator[Engine]:
-    engine = Engine(small.config(shm=True))
+def by_memory(small: MooncakePool) -> Iterator[MooncakeEngine]:
+    engine = MooncakeEngine(small.config(shm=True))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def own_segment(alone: MooncakePool) -> Iterator[Engine]:
-    engine = Engine(alone.config(segment_bytes=16 * MIB))
+def own_segment(alone: MooncakePool) -> Iterator[MooncakeEngine]:
+    engine = MooncakeEngine(alone.config(segment_bytes=16 * MIB))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def engine(roomy: MooncakePool) -> Iterator[Engine]:
+def engine(roomy: MooncakePool) -> Iterator[MooncakeEngine]:
     """Over TCP, with room."""
-    engine = Engine(roomy.config())
+    engine = MooncakeEngine(roomy.config())
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def shared(roomy: MooncakePool) -> Iterator[Engine]:
+def shared(roomy: MooncakePool) -> Iterator[MooncakeEngine]:
     """By shared memory, with room."""
-    engine = Engine(roomy.config(shm=True))
+    engine = MooncakeEngine(roomy.config(shm=True))
     yield engine
     engine.close()
 
 
-def fresh(pool: MooncakePool, engine: Engine, **options: Any) -> MooncakeStore:
+def fresh(pool: MooncakePool, engine: MooncakeEngine, **options: Any) -> MooncakeStore:
     """An empty store on an engine that others use too."""
     return MooncakeStore(pool.config(prefix=f"{next(_numbers)}:", **options), engine=engine)
 
 
 @pytest.fixture
-def store(roomy: MooncakePool, engine: Engine) -> Iterator[MooncakeStore]:
+def store(roomy: MooncakePool, engine: MooncakeEngine) -> Iterator[MooncakeStore]:
     with fresh(roomy, engine) as store:
         yield store
 
@@ -130,14 +131,14 @@ class PoolTests(StoreTests):
         chains = [sample_chain(100 + i, 10) for i in range(130)]  # more than all of its memory
         for chain in chains:
             wait = Deadline.after(10)
-            while not set(put(store, chain)) <= {PutStatus.STORED, PutStatus.EXISTS}:
+            while not set(put(store, chain)) <= {Status.STORED, Status.EXISTS}:
                 assert not wait.expired
-            assert read(store, chain) == [GetStatus.HIT] * 10
+            assert read(store, chain) == [Status.HIT] * 10
         held = [store.contains([page.name for page in chain], deadline=soon()) for chain in chains]
         assert not all(all(chain) for chain in held), "the store was to be smaller than this"
         for chain, there in zip(chains, held, strict=True):
             got = read(store, chain)
-            assert all(status is GetStatus.MISS for status, held_ in zip(got, there, strict=True) if not held_)
+            assert all(status is Status.MISS for status, held_ in zip(got, there, strict=True) if not held_)
         # Others use the pool after us. While it is full, its master evicts in the background, and takes what they put.
         names, wait = [page.name for chain in chains for page in chain], Deadline.after(60)
         while any(store.contains(names, deadline=soon())):  # what was just read has a lease
@@ -152,21 +153,21 @@ class PoolTests(StoreTests):
 
 class TestOverTcp(PoolTests):
     @pytest.fixture
-    def store(self, small: MooncakePool, over_tcp: Engine) -> Iterator[Store]:
+    def store(self, small: MooncakePool, over_tcp: MooncakeEngine) -> Iterator[Store]:
         with fresh(small, over_tcp) as store:
             yield store
 
 
 class TestOwnSegment(PoolTests):
     @pytest.fixture
-    def store(self, alone: MooncakePool, own_segment: Engine) -> Iterator[Store]:
+    def store(self, alone: MooncakePool, own_segment: MooncakeEngine) -> Iterator[Store]:
         with fresh(alone, own_segment) as store:
             yield store
 
 
 class TestBySharedMemory(PoolTests):
     @pytest.fixture
-    def store(self, small: MooncakePool, by_memory: Engine) -> Iterator[Store]:
+    def store(self, small: MooncakePool, by_memory: MooncakeEngine) -> Iterator[Store]:
         with fresh(small, by_memory, buffer_bytes=MIB) as store:  # of which every page goes through the buffer
             yield store
 
@@ -174,33 +175,35 @@ class TestBySharedMemory(PoolTests):
 # --- what the pool keeps ----------------------------------------------------------------------------------------------
 
 
-def test_two_stores_share_a_pool_and_prefixes_keep_them_apart(roomy: MooncakePool, engine: Engine) -> None:
+def test_two_stores_share_a_pool_and_prefixes_keep_them_apart(roomy: MooncakePool, engine: MooncakeEngine) -> None:
     pages = sample_chain(1, 4)
     one, two, other = MooncakeStore(roomy.config(prefix="a:"), engine=engine), fresh(roomy, engine), None
     other = MooncakeStore(roomy.config(prefix="a:"), engine=engine)
     put(one, pages)
-    assert read(other, pages) == [GetStatus.HIT] * 4
-    assert read(two, pages) == [GetStatus.MISS] * 4
+    assert read(other, pages) == [Status.HIT] * 4
+    assert read(two, pages) == [Status.MISS] * 4
 
 
 @pytest.mark.parametrize("way", ["tcp", "shm"])
-def test_large_pages_and_long_batches(way: str, roomy: MooncakePool, engine: Engine, shared: Engine) -> None:
+def test_large_pages_and_long_batches(
+    way: str, roomy: MooncakePool, engine: MooncakeEngine, shared: MooncakeEngine
+) -> None:
     large, small = sample_chain(2, 20, plane_bytes=LARGE), sample_chain(3, 300, plane_bytes=(8,))
     with fresh(roomy, engine if way == "tcp" else shared, buffer_bytes=4 * MIB) as store:
         for pages in (large, small):
-            assert put(store, pages) == [PutStatus.STORED] * len(pages)
-            assert put(store, pages) == [PutStatus.EXISTS] * len(pages)
-            assert read(store, pages) == [GetStatus.HIT] * len(pages)
+            assert put(store, pages) == [Status.STORED] * len(pages)
+            assert put(store, pages) == [Status.EXISTS] * len(pages)
+            assert read(store, pages) == [Status.HIT] * len(pages)
         names = [page.name for page in small]
-        assert store.delete(names[:200], deadline=soon()) == [DeleteStatus.REMOVED] * 200
+        assert store.delete(names[:200], deadline=soon()) == [Status.REMOVED] * 200
         assert store.contains(names, deadline=soon()) == [False] * 200 + [True] * 100
 
 
 def test_a_page_without_its_parent_is_not_taken(store: MooncakeStore) -> None:
     pages = sample_chain(4, 4)
-    assert put(store, pages[2:]) == [PutStatus.NO_PARENT] * 2
-    assert put(store, pages[1::-1]) == [PutStatus.NO_PARENT, PutStatus.STORED]
-    assert put(store, pages[1:]) == [PutStatus.STORED] * 3
+    assert put(store, pages[2:]) == [Status.NO_PARENT] * 2
+    assert put(store, pages[1::-1]) == [Status.NO_PARENT, Status.STORED]
+    assert put(store, pages[1:]) == [Status.STORED] * 3
 
 
 def test_sealing_and_verifying_beside_the_calls_changes_no_answer(
@@ -218,32 +221,32 @@ def test_sealing_and_verifying_beside_the_calls_changes_no_answer(
         for _, frame in unsealed:
             frame[:ALIGNMENT] = bytes(ALIGNMENT)
         results = put_sealed(store, unsealed, layout, now_ms=SEALED_AT_MS, deadline=soon())
-        assert results == [PutStatus.STORED] * 11
-        assert read(reader, pages) == [GetStatus.HIT] * 11
+        assert results == [Status.STORED] * 11
+        assert read(reader, pages) == [Status.HIT] * 11
         store.delete([names[0], names[4], names[10]], deadline=soon())
         spoiled = bytearray(pages[4].frame)
         spoiled[-1] ^= 1
         _raw(store, names[4], bytes(spoiled))
-        expected = [GetStatus.MISS, *[GetStatus.HIT] * 3, GetStatus.CORRUPT, *[GetStatus.HIT] * 5, GetStatus.MISS]
+        expected = [Status.MISS, *[Status.HIT] * 3, Status.CORRUPT, *[Status.HIT] * 5, Status.MISS]
         assert read(reader, pages) == expected
-        assert store.contains(names, deadline=soon()) == [status is GetStatus.HIT for status in expected]
+        assert store.contains(names, deadline=soon()) == [status is Status.HIT for status in expected]
         assert reader.get_into([], deadline=soon()) == []
         store.delete(names, deadline=soon())
 
 
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 def test_a_name_that_is_asked_for_twice_is_filled_twice(
-    way: str, roomy: MooncakePool, engine: Engine, shared: Engine
+    way: str, roomy: MooncakePool, engine: MooncakeEngine, shared: MooncakeEngine
 ) -> None:
     pages = sample_chain(5, 3)
     with fresh(roomy, engine if way == "tcp" else shared) as store:
         put(store, pages)
         asked = [pages[0], pages[1], pages[0], pages[0], pages[2], pages[1]]
-        assert read(store, asked) == [GetStatus.HIT] * 6  # `read` compares the bytes
+        assert read(store, asked) == [Status.HIT] * 6  # `read` compares the bytes
 
 
-def test_two_clients_race_for_one_name(roomy: MooncakePool, engine: Engine, shared: Engine) -> None:
-    results: list[list[PutStatus]] = [[], []]
+def test_two_clients_race_for_one_name(roomy: MooncakePool, engine: MooncakeEngine, shared: MooncakeEngine) -> None:
+    results: list[list[Status]] = [[], []]
     both = threading.Barrier(2)
     prefix = f"{next(_numbers)}:"
     stores = [MooncakeStore(roomy.config(prefix=prefix), engine=one) for one in (engine, shared)]
@@ -259,12 +262,12 @@ def test_two_clients_race_for_one_name(roomy: MooncakePool, engine: Engine, shar
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(results[0] + results[1]) <= {PutStatus.STORED, PutStatus.EXISTS}
+    assert set(results[0] + results[1]) <= {Status.STORED, Status.EXISTS}
     for chain in range(40):  # whichever it was: whole, and the same for both
         buffers = [memoryview(bytearray(len(sample_page(chain, plane_bytes=(200_000,)).frame))) for _ in stores]
         for store, buffer in zip(stores, buffers, strict=True):
             name = sample_page(chain).name
-            assert store.get_into([(name, buffer)], deadline=soon()) == [GetStatus.HIT]
+            assert store.get_into([(name, buffer)], deadline=soon()) == [Status.HIT]
         assert buffers[0] == buffers[1]
         assert buffers[0] in [sample_page(chain, plane_bytes=(200_000,), variant=who).frame for who in range(2)]
 
@@ -274,13 +277,13 @@ def test_a_pool_that_is_full_and_may_not_evict_has_no_room() -> None:
         pages = sample_chain(6, 1500)
         with MooncakeStore(pool.config()) as store:
             results = put(store, pages)
-            num_stored = results.count(PutStatus.STORED)
+            num_stored = results.count(Status.STORED)
             assert 500 < num_stored < 1300
-            assert results[num_stored] is PutStatus.NO_ROOM
-            assert set(results[num_stored:]) <= {PutStatus.NO_ROOM, PutStatus.NO_PARENT}
+            assert results[num_stored] is Status.NO_ROOM
+            assert set(results[num_stored:]) <= {Status.NO_ROOM, Status.NO_PARENT}
             held = store.contains([page.name for page in pages], deadline=soon())
-            assert held == [status is PutStatus.STORED for status in results]
-            assert read(store, pages[:num_stored]) == [GetStatus.HIT] * num_stored
+            assert held == [status is Status.STORED for status in results]
+            assert read(store, pages[:num_stored]) == [Status.HIT] * num_stored
 
 
 # --- rules 7 and 8: seen, and removed by force ------------------------------------------------------------------------
@@ -295,7 +298,7 @@ def _raw(store: MooncakeStore, name: bytes, value: bytes) -> None:
 
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 def test_what_is_damaged_in_the_pool_is_thrown_out(
-    way: str, roomy: MooncakePool, engine: Engine, shared: Engine
+    way: str, roomy: MooncakePool, engine: MooncakeEngine, shared: MooncakeEngine
 ) -> None:
     pages = [sample_page(chain) for chain in range(10, 16)]
     flipped = bytearray(pages[1].frame)
@@ -308,25 +311,25 @@ def test_what_is_damaged_in_the_pool_is_thrown_out(
         for page, value in zip(pages, bad, strict=False):
             key, memory = store.config.prefix + page.name.hex(), memoryview(value)
             assert writer._engine.put([key], [address_of(memory)], [len(memory)], soon()) == [0]
-        put_again = [PutStatus.EXISTS, PutStatus.EXISTS, PutStatus.FAILED, PutStatus.EXISTS, PutStatus.FAILED]
+        put_again = [Status.EXISTS, Status.EXISTS, Status.FAILED, Status.EXISTS, Status.FAILED]
         assert put(store, pages[:5]) == put_again  # who puts looks at lengths only
-        faults = [GetStatus.HIT, GetStatus.CORRUPT, GetStatus.SHORT, GetStatus.FOREIGN, GetStatus.SHORT, GetStatus.MISS]
+        faults = [Status.HIT, Status.CORRUPT, Status.SHORT, Status.FOREIGN, Status.SHORT, Status.MISS]
         assert read(reader, pages) == faults
         assert store.contains([page.name for page in pages], deadline=soon()) == [True] + [False] * 5
-        assert put(store, pages) == [PutStatus.EXISTS] + [PutStatus.STORED] * 5
-        assert read(reader, pages) == [GetStatus.HIT] * 6
+        assert put(store, pages) == [Status.EXISTS] + [Status.STORED] * 5
+        assert read(reader, pages) == [Status.HIT] * 6
 
 
 def test_the_first_value_stays_and_a_bad_one_is_replaced(store: MooncakeStore) -> None:
     bad, good = sample_page(17, identity=bytes(32)), sample_page(17)
     reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
-    assert put(store, [bad]) == [PutStatus.STORED]
+    assert put(store, [bad]) == [Status.STORED]
     _raw(store, good.name, good.frame)  # the engine says success, and keeps the first
-    assert read(store, [bad]) == [GetStatus.HIT]
+    assert read(store, [bad]) == [Status.HIT]
     assert store.contains([bad.name], deadline=soon()) == [True]  # and now it is leased
-    assert read(reader, [good]) == [GetStatus.FOREIGN]
-    assert put(store, [good]) == [PutStatus.STORED]
-    assert read(reader, [good]) == [GetStatus.HIT]
+    assert read(reader, [good]) == [Status.FOREIGN]
+    assert put(store, [good]) == [Status.STORED]
+    assert read(reader, [good]) == [Status.HIT]
 
 
 def test_a_put_that_somebody_elses_put_swallowed_is_not_stored(store: MooncakeStore) -> None:
@@ -335,15 +338,15 @@ def test_a_put_that_somebody_elses_put_swallowed_is_not_stored(store: MooncakeSt
     client = store._engine._client
     assert client.batch_put_session_start([key], [len(pages[1].frame)]) == [0]  # and its writer never comes back
     _raw(store, pages[1].name, pages[1].frame)  # to which the engine says success
-    assert put(store, pages) == [PutStatus.STORED, PutStatus.FAILED, PutStatus.NO_PARENT]
-    assert read(store, pages) == [GetStatus.HIT, GetStatus.MISS, GetStatus.MISS]
+    assert put(store, pages) == [Status.STORED, Status.FAILED, Status.NO_PARENT]
+    assert read(store, pages) == [Status.HIT, Status.MISS, Status.MISS]
     assert store.contains([page.name for page in pages], deadline=soon()) == [True, False, False]
-    assert store.delete([pages[1].name], deadline=soon()) == [DeleteStatus.FAILED]
+    assert store.delete([pages[1].name], deadline=soon()) == [Status.FAILED]
     # One that ends while we look: the page is there, and that is what counts.
     ending = threading.Timer(0.05, lambda: client.batch_put_session_revoke([key]))
     ending.start()
     ending.join()
-    assert put(store, pages) == [PutStatus.EXISTS, PutStatus.STORED, PutStatus.STORED]
+    assert put(store, pages) == [Status.EXISTS, Status.STORED, Status.STORED]
 
 
 _WRITER = """
@@ -360,12 +363,14 @@ for turn in range(10**6):
 """
 
 
-def test_a_writer_that_is_killed_in_the_middle_leaves_no_wrong_byte(roomy: MooncakePool, engine: Engine) -> None:
+def test_a_writer_that_is_killed_in_the_middle_leaves_no_wrong_byte(
+    roomy: MooncakePool, engine: MooncakeEngine
+) -> None:
     prefix = f"{next(_numbers)}:"
     url = f"{roomy.config().url}?prefix={prefix}"
     store = MooncakeStore(roomy.config(prefix=prefix), engine=engine)
     reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=(MIB,), max_bad=10**9)
-    seen: set[GetStatus] = set()
+    seen: set[Status] = set()
     for chain in range(4):
         sample_chain(600 + chain, 8, plane_bytes=(MIB,))  # made before it counts
     writers = [subprocess.Popen([sys.executable, "-c", _WRITER, url], stdout=subprocess.PIPE) for _ in range(2)]
@@ -385,10 +390,10 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_no_wrong_byte(roomy: Moonc
         pages = sample_chain(600 + chain, 8, plane_bytes=(MIB,))
         seen.update(read(reader, pages))
         results = put(store, pages)  # what it was at is blocked until the master gives it up; nothing else
-        assert set(results) <= {PutStatus.STORED, PutStatus.EXISTS, PutStatus.FAILED, PutStatus.NO_PARENT}
-        held = [status is GetStatus.HIT for status in read(reader, pages)]
+        assert set(results) <= {Status.STORED, Status.EXISTS, Status.FAILED, Status.NO_PARENT}
+        held = [status is Status.HIT for status in read(reader, pages)]
         assert held == [status.held for status in results]
-    assert GetStatus.HIT in seen
+    assert Status.HIT in seen
 
 
 # --- servers that go away ---------------------------------------------------------------------------------------------
@@ -403,16 +408,16 @@ def _calls(store: Store, page: SamplePage) -> dict[str, Callable[[], object]]:
     }
 
 
-FAILED = {"put": PutStatus.FAILED, "get": GetStatus.FAILED, "contains": False, "delete": DeleteStatus.FAILED}
+FAILED = {"put": Status.FAILED, "get": Status.FAILED, "contains": False, "delete": Status.FAILED}
 
 
 def _works_again(store: Store, page: SamplePage) -> None:
     """Within the seconds that clients take to give the master their memory again."""
     wait = Deadline.after(10)
-    while put(store, [page]) != [PutStatus.STORED]:
+    while put(store, [page]) != [Status.STORED]:
         assert not wait.expired
         time.sleep(0.1)
-    assert read(store, [page]) == [GetStatus.HIT]
+    assert read(store, [page]) == [Status.HIT]
 
 
 @pytest.mark.parametrize("shm", [False, True])
@@ -426,10 +431,10 @@ def test_a_master_that_is_killed_and_comes_back(shm: bool) -> None:
             assert work() == FAILED[call]
             assert time.monotonic() - start_s < 3, "nobody listens: that is known at once"
         many = sample_chain(34, 200)
-        assert set(put(store, many)) == {PutStatus.FAILED}
-        assert set(read(store, many)) == {GetStatus.FAILED}
+        assert set(put(store, many)) == {Status.FAILED}
+        assert set(read(store, many)) == {Status.FAILED}
         pool.start_master()
-        assert read(store, pages) == [GetStatus.MISS] * 3  # it forgot them, and answers the first call
+        assert read(store, pages) == [Status.MISS] * 3  # it forgot them, and answers the first call
         _works_again(store, pages[0])
 
 
@@ -439,11 +444,11 @@ def test_an_owner_of_memory_that_is_killed() -> None:
         put(store, pages)
         pool.kill_client()
         results = read(store, pages)
-        assert set(results) <= {GetStatus.MISS, GetStatus.FAILED}
-        assert put(store, [sample_page(38)])[0] in (PutStatus.FAILED, PutStatus.NO_ROOM)
+        assert set(results) <= {Status.MISS, Status.FAILED}
+        assert put(store, [sample_page(38)])[0] in (Status.FAILED, Status.NO_ROOM)
         pool.wait_for_bytes(0)  # the master took it for dead
-        assert read(store, pages) == [GetStatus.MISS] * 3
-        assert put(store, [sample_page(38)]) == [PutStatus.NO_ROOM]
+        assert read(store, pages) == [Status.MISS] * 3
+        assert put(store, [sample_page(38)]) == [Status.NO_ROOM]
         pool.start_client()
         _works_again(store, sample_page(38))
 
@@ -454,7 +459,7 @@ def test_the_client_process_that_shares_memory_is_killed_and_comes_back() -> Non
         memory = store.memory(MIB)
         frame = memory[: len(page.frame)]
         frame[:] = page.frame
-        assert store.put([(page.name, frame)], deadline=soon()) == [PutStatus.STORED]
+        assert store.put([(page.name, frame)], deadline=soon()) == [Status.STORED]
         pool.kill_client()
         for call, work in _calls(store, page).items():
             start_s = time.monotonic()
@@ -463,7 +468,7 @@ def test_the_client_process_that_shares_memory_is_killed_and_comes_back() -> Non
         pool.start_client()
         _works_again(store, page)
         assert store._engine.config.shm is None  # over TCP: the new process does not know our memory
-        assert store.get_into([(page.name, frame)], deadline=soon()) == [GetStatus.HIT]  # which can be used as before
+        assert store.get_into([(page.name, frame)], deadline=soon()) == [Status.HIT]  # which can be used as before
         assert bytes(frame) == bytes(page.frame)
 
 
@@ -477,7 +482,7 @@ def test_memory_of_a_transfer_that_was_given_up_is_safe_before_the_call_returns(
         memory = store.memory(4 * MIB)
         frame = memory[: len(page.frame)]
         frame[:] = page.frame
-        assert store.put([(page.name, frame)], deadline=soon()) == [PutStatus.STORED]
+        assert store.put([(page.name, frame)], deadline=soon()) == [Status.STORED]
         engine = store._engine
         first = engine._client
         if shm:
@@ -486,13 +491,13 @@ def test_memory_of_a_transfer_that_was_given_up_is_safe_before_the_call_returns(
                 target=first.batch_get_into, args=([store._key(page.name)], [address_of(memory)], [MIB])
             )
             monkeypatch.setattr(
-                Engine, "get", lambda self, keys, *_: self._call(_nothing, len(keys), soon(), moves=True)
+                MooncakeEngine, "get", lambda self, keys, *_: self._call(_nothing, len(keys), soon(), moves=True)
             )
         pool.signal_client(signal.SIGSTOP)
         if shm:
             stuck.start()
             time.sleep(0.2)
-        answers: list[GetStatus] = []
+        answers: list[Status] = []
         caller = threading.Thread(
             target=lambda: answers.extend(store.get_into([(page.name, memory[:MIB])], deadline=soon()))
         )
@@ -503,7 +508,7 @@ def test_memory_of_a_transfer_that_was_given_up_is_safe_before_the_call_returns(
         )  # over TCP it ended, with the connection; here the other process may still write
         pool.signal_client(signal.SIGCONT)
         caller.join(20)
-        assert answers == [GetStatus.FAILED]
+        assert answers == [Status.FAILED]
         assert engine._client is not first
         memory[:] = bytes(len(memory))
         if shm:
@@ -511,7 +516,7 @@ def test_memory_of_a_transfer_that_was_given_up_is_safe_before_the_call_returns(
             monkeypatch.undo()
         time.sleep(0.3)
         assert not any(memory[:: 1 << 12]), "somebody wrote into memory that was given back"
-        assert store.get_into([(page.name, memory[:MIB])], deadline=soon()) == [GetStatus.HIT]
+        assert store.get_into([(page.name, memory[:MIB])], deadline=soon()) == [Status.HIT]
         assert memory[:MIB] == page.frame
 
 
@@ -522,7 +527,7 @@ def _nothing(client: object) -> list[int]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_read_where_they_lie(roomy: MooncakePool, engine: Engine, shared: Engine) -> None:
+def test_pages_are_read_where_they_lie(roomy: MooncakePool, engine: MooncakeEngine, shared: MooncakeEngine) -> None:
     pages = sample_chain(50, 8)
     size = len(pages[0].frame)
     with fresh(roomy, engine) as store:
@@ -531,15 +536,15 @@ def test_pages_are_read_where_they_lie(roomy: MooncakePool, engine: Engine, shar
         assert store.register(memory)  # again changes nothing
         _through(store, pages, [memory[i * 16384 :][:size] for i in range(8)])
         _through(store, pages, [memoryview(bytearray(size)) for _ in pages])  # over TCP any memory will do
-        assert store._hands._buffer is None
+        assert store._memory._buffer is None
     with fresh(roomy, shared) as store:
         assert not store.register(memoryview(bytearray(size)))
         memory = store.memory(MIB)
         _through(store, pages, [memory[i * 16384 :][:size] for i in range(8)])
-        assert store._hands._buffer is None, "pages in memory that is shared were copied"
+        assert store._memory._buffer is None, "pages in memory that is shared were copied"
         mixed = [memory[i * 16384 :][:size] if i % 3 else memoryview(bytearray(size)) for i in range(8)]
         _through(store, pages, mixed)
-        assert store._hands._buffer is not None
+        assert store._memory._buffer is not None
 
 
 def _through(store: MooncakeStore, pages: list[SamplePage], places: list[memoryview]) -> None:
@@ -547,10 +552,10 @@ def _through(store: MooncakeStore, pages: list[SamplePage], places: list[memoryv
     for page, place in zip(pages, places, strict=True):
         place[:] = page.frame
     put_at = [(page.name, place) for page, place in zip(pages, places, strict=True)]
-    assert store.put(put_at, deadline=soon()) == [PutStatus.STORED] * len(pages)
+    assert store.put(put_at, deadline=soon()) == [Status.STORED] * len(pages)
     for place in places:
         place[:] = bytes(len(place))
-    assert store.get_into(put_at, deadline=soon()) == [GetStatus.HIT] * len(pages)
+    assert store.get_into(put_at, deadline=soon()) == [Status.HIT] * len(pages)
     assert [place == page.frame for page, place in zip(pages, places, strict=True)] == [True] * len(pages)
 
 
@@ -563,11 +568,11 @@ def test_what_cannot_be_written_to_is_not_read_into(store: MooncakeStore) -> Non
     assert not any(value)
 
 
-def test_what_does_not_fit_the_buffer_is_refused(roomy: MooncakePool, shared: Engine) -> None:
+def test_what_does_not_fit_the_buffer_is_refused(roomy: MooncakePool, shared: MooncakeEngine) -> None:
     large, small = sample_page(52, plane_bytes=(2 * MIB,)), sample_page(53)
     with fresh(roomy, shared, buffer_bytes=MIB) as store:
-        assert put(store, [large, small]) == [PutStatus.REFUSED, PutStatus.STORED]
-        assert read(store, [large, small]) == [GetStatus.MISS, GetStatus.HIT]
+        assert put(store, [large, small]) == [Status.REFUSED, Status.STORED]
+        assert read(store, [large, small]) == [Status.MISS, Status.HIT]
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
@@ -587,11 +592,11 @@ def test_the_deadline_is_looked_at_before_each_batch(store: MooncakeStore, monke
 
         monkeypatch.setattr(store._engine, call, slow)
     results = store.put(items(pages), deadline=Deadline.after(1.5, clock))
-    assert results == [PutStatus.STORED] * 128 + [PutStatus.LATE] * 22
-    assert put(store, pages[128:]) == [PutStatus.STORED] * 22
+    assert results == [Status.STORED] * 128 + [Status.LATE] * 22
+    assert put(store, pages[128:]) == [Status.STORED] * 22
     calls.clear()
     wanted = [(page.name, page.buffer()) for page in pages]
-    assert store.get_into(wanted, deadline=Deadline.after(0.5, clock)) == [GetStatus.HIT] * 64 + [GetStatus.LATE] * 86
+    assert store.get_into(wanted, deadline=Deadline.after(0.5, clock)) == [Status.HIT] * 64 + [Status.LATE] * 86
     assert calls == ["get"]
 
 
@@ -645,7 +650,7 @@ def test_closing_under_a_call() -> None:
         put(store, [page])
         engine = store._engine
         pool.signal_master(signal.SIGSTOP)
-        answers: list[GetStatus] = []
+        answers: list[Status] = []
         thread = threading.Thread(target=lambda: answers.extend(read(store, [page])))
         thread.start()
         time.sleep(0.2)
@@ -657,7 +662,7 @@ def test_closing_under_a_call() -> None:
         assert engine._client is not None, "it was closed under the call"
         pool.signal_master(signal.SIGCONT)
         thread.join(20)
-        assert answers == [GetStatus.HIT]
+        assert answers == [Status.HIT]
         assert engine._client is None
         assert [watch._line for watch in engine._watches] == [None]
 

@@ -39,7 +39,7 @@ def engine(
         num_slots=num_slots,
         block_tokens=layout.block_tokens,
         block_bytes=layout.page_bytes,
-        tiers=tuple(TierConfig(name=name, look_timeout_s=20, load_timeout_s=20) for name in stores),
+        tiers=tuple(TierConfig(name=name, probe_timeout_s=20, load_timeout_s=20) for name in stores),
     )
     with (
         create_kv_cache(layout, num_slots, device) as planes,

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from headwater.build import open_local
 from headwater.core.errors import InvalidConfig
+from headwater.core.results import Status
 from headwater.policy import (
     NUM_KINDS,
     BlockFacts,
@@ -26,7 +27,6 @@ from headwater.policy import (
     kind_of,
     policy_by_name,
 )
-from headwater.storage.base import GetStatus, PutStatus
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import items, sample_chain
@@ -383,10 +383,10 @@ def test_a_memory_store_evicts_by_each_policy(name: str) -> None:
     hot, read = chains[0], 0
     for i, chain in enumerate(chains[1:]):
         clock.advance(1.0)
-        assert set(store.put(items(chain), deadline=soon())) == {PutStatus.STORED}
+        assert set(store.put(items(chain), deadline=soon())) == {Status.STORED}
         if i % 5 == 0:  # too late for LRU, which keeps four chains
             found = store.get_into([(page.name, page.buffer()) for page in hot], deadline=soon())
-            read += found == [GetStatus.HIT] * 3
+            read += found == [Status.HIT] * 3
             store.put(items(hot), deadline=soon())
     assert read == 0 if name == "lru" else read > 60
     store.close()
@@ -396,11 +396,11 @@ def test_a_memory_store_evicts_by_each_policy(name: str) -> None:
 def test_a_local_store_evicts_by_each_policy(name: str, place: Path) -> None:
     hot = sample_chain(0, 3)
     with open_local(config(place, policy=name)) as store:
-        assert set(store.put(items(hot), deadline=soon())) == {PutStatus.STORED}
+        assert set(store.put(items(hot), deadline=soon())) == {Status.STORED}
         assert hits(store, hot) == 3
     with open_local(config(place)) as store:  # a memory that begins now, over pages that were there before
         for i in range(1, 2000):
-            assert set(store.put(items(sample_chain(i, 3)), deadline=soon())) == {PutStatus.STORED}
+            assert set(store.put(items(sample_chain(i, 3)), deadline=soon())) == {Status.STORED}
             if i % 100 == 0 and name == "lru-2":  # value goes by the times that the store's own clock shows
                 assert hits(store, hot) == 3
         assert hits(store, sample_chain(1, 3)) == 0  # it was full, and old ones went

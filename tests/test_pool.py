@@ -212,7 +212,7 @@ def test_addresses_of_the_kernels_tables() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("::1", 0), family=socket.AF_INET6) as six:
         mine = Process(os.getpid(), 0).listens_on()
         assert f"127.0.0.1:{one.getsockname()[1]}" in mine
-        server = local.Server("x", 1, True, mine)
+        server = local.PoolProgram("x", 1, True, mine)
         assert not any(str(six.getsockname()[1]) in where for where in server.open_to_others)
 
 

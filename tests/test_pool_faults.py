@@ -13,9 +13,9 @@ from headwater.lab.campaigns.pool_fault_report import (
     BASE_S,
     RECOVERY_S,
     SLACK_S,
-    Call,
-    Record,
+    ProcessRecord,
     Round,
+    WorkerCall,
     judge,
     overlap_s,
     read_record,
@@ -75,21 +75,25 @@ def test_what_must_be_found_is_found() -> None:
 # --- how it judges ----------------------------------------------------------------------------------------------------
 
 
-def _call(end_s: float, *, deadline_s: float | None = None, good: int = 8) -> Call:
-    return Call("put", end_s - 0.01, end_s + 0.9 if deadline_s is None else deadline_s, end_s, good, {"stored": good})
+def _call(end_s: float, *, deadline_s: float | None = None, good: int = 8) -> WorkerCall:
+    return WorkerCall(
+        "put", end_s - 0.01, end_s + 0.9 if deadline_s is None else deadline_s, end_s, good, {"stored": good}
+    )
 
 
-def _verdict(record: Record, witness: Record | None = None, rounds: tuple[Round, ...] = ()) -> dict[str, Any]:
+def _verdict(
+    record: ProcessRecord, witness: ProcessRecord | None = None, rounds: tuple[Round, ...] = ()
+) -> dict[str, Any]:
     return judge([record], [witness] if witness is not None else [], rounds, seconds=10)
 
 
 def test_a_call_is_late_unless_the_machine_was() -> None:
     late = _call(11.0, deadline_s=10.0)
-    assert _verdict(Record("writer-0", [_call(10.0 + SLACK_S, deadline_s=10.0)]))["late_calls"] == 0
-    assert _verdict(Record("writer-0", [late]))["late_calls"] == 1
-    behind, before = Record("witness-0", gaps=[(10.1, 10.7)]), Record("witness-0", gaps=[(9.0, 10.0)])
-    assert _verdict(Record("writer-0", [late]), behind)["late_calls"] == 0
-    assert _verdict(Record("writer-0", [late]), before)["late_calls"] == 1, (
+    assert _verdict(ProcessRecord("writer-0", [_call(10.0 + SLACK_S, deadline_s=10.0)]))["late_calls"] == 0
+    assert _verdict(ProcessRecord("writer-0", [late]))["late_calls"] == 1
+    behind, before = ProcessRecord("witness-0", gaps=[(10.1, 10.7)]), ProcessRecord("witness-0", gaps=[(9.0, 10.0)])
+    assert _verdict(ProcessRecord("writer-0", [late]), behind)["late_calls"] == 0
+    assert _verdict(ProcessRecord("writer-0", [late]), before)["late_calls"] == 1, (
         "what came before the deadline excuses nothing"
     )
     held = read_record("writer-0", [["gap", 9.0, 11.0, 0.01]])  # its heart did not beat, and could have
@@ -126,17 +130,21 @@ def test_who_stays_slow_or_idle_is_told() -> None:
     fast = [_call(12.5 + 0.05 * i) for i in range(140)]
     slow = [_call(12.5 + 0.2 * i) for i in range(37)]
     lucky = [_call(12.5 + 0.01 * i) for i in range(40)] + [call for call in slow if call.end_s > 13.0]
-    assert _verdict(Record("reader-0", before + fast), rounds=(one,))["problems"] == []
-    assert len(_verdict(Record("reader-0", before + slow), rounds=(one,))["problems"]) == 2
-    assert "stay slow" in _verdict(Record("reader-0", before + lucky), rounds=(one,))["problems"][0]
-    assert len(_verdict(Record("reader-0", before), rounds=(one,))["problems"]) == 2
-    assert "nothing done" in _verdict(Record("reader-0", [_call(1.0, good=0)]))["problems"][0]
+    assert _verdict(ProcessRecord("reader-0", before + fast), rounds=(one,))["problems"] == []
+    assert len(_verdict(ProcessRecord("reader-0", before + slow), rounds=(one,))["problems"]) == 2
+    assert "stay slow" in _verdict(ProcessRecord("reader-0", before + lucky), rounds=(one,))["problems"][0]
+    assert len(_verdict(ProcessRecord("reader-0", before), rounds=(one,))["problems"]) == 2
+    assert "nothing done" in _verdict(ProcessRecord("reader-0", [_call(1.0, good=0)]))["problems"][0]
 
 
 def test_bad_pages_that_stay_are_told() -> None:
     one = Round(begin_s=10.0, repaired_s=10.0, until_s=20.0)
-    early = Call("check", 12.0, 13.0, 12.1, 1, {"hit": 1, "corrupt": 7})
-    later = Call("check", 16.0, 17.0, 16.1, 1, {"hit": 1, "foreign": 7})
-    good = [Call("check", 9.0 + 0.1 * i, 20.0, 9.0 + 0.1 * i, 8, {"hit": 8}) for i in range(100)]
-    assert not any("bad" in what for what in _verdict(Record("reader-0", [*good, early]), rounds=(one,))["problems"])
-    assert any("7 of" in what for what in _verdict(Record("reader-0", [*good, later]), rounds=(one,))["problems"])
+    early = WorkerCall("check", 12.0, 13.0, 12.1, 1, {"hit": 1, "corrupt": 7})
+    later = WorkerCall("check", 16.0, 17.0, 16.1, 1, {"hit": 1, "foreign": 7})
+    good = [WorkerCall("check", 9.0 + 0.1 * i, 20.0, 9.0 + 0.1 * i, 8, {"hit": 8}) for i in range(100)]
+    assert not any(
+        "bad" in what for what in _verdict(ProcessRecord("reader-0", [*good, early]), rounds=(one,))["problems"]
+    )
+    assert any(
+        "7 of" in what for what in _verdict(ProcessRecord("reader-0", [*good, later]), rounds=(one,))["problems"]
+    )

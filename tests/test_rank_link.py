@@ -14,7 +14,8 @@ import pytest
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidInput, RankUnavailable
-from headwater.core.events import Failure, JobDone, JobFailed, Look, StoreOn
+from headwater.core.events import JobDone, JobFailed, Probe, StoreOn
+from headwater.core.results import Reason
 from headwater.layout.shard import parts
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import IDENTITY
@@ -29,8 +30,8 @@ from headwater.testing.ranks import (
     whole_block,
 )
 from headwater.transfer.ranks.link import RankLink, connect_rank
+from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
-from headwater.transfer.ranks.seats import Seat
 from headwater.transfer.ranks.server import serve_rank
 from headwater.transfer.ranks.wire import Incoming, packed
 from rank_kit import LAYOUTS, Jobs
@@ -58,7 +59,7 @@ class Pair(Jobs):
     def __init__(self, local: LocalStore, process: RankProcess, **options: Any) -> None:
         self.process = process
         self.devices = RankDevices(LAYOUT, 0, 2)
-        super().__init__([*thread_rank(self.devices, 2, {"host": local}), *process.seats], ["host"], **options)
+        super().__init__([*thread_rank(self.devices, 2, {"host": local}), *process.members], ["host"], **options)
 
     def fill(self, slot: int, block: bytes) -> None:
         self.devices.fill(slot, block)
@@ -75,7 +76,7 @@ class Pair(Jobs):
         for at, name in enumerate(keys(chain, 3)):
             self.fill(at, whole_block(LAYOUT, name))
         assert self.ear.results(self.save([0, 1, 2], chain=chain)) == ["stored"] * 3
-        assert self.ear.results(self.look(4, chain=chain)) == ["held"] * 3 + ["absent"]
+        assert self.ear.results(self.probe(4, chain=chain)) == ["held"] * 3 + ["absent"]
         assert self.ear.results(self.load([5, 6, 7], chain=chain)) == ["hit"] * 3
         for at, name in enumerate(keys(chain, 3)):
             assert self.holds(5 + at, whole_block(LAYOUT, name))
@@ -90,7 +91,7 @@ def test_a_killed_process_is_a_miss_at_once_20_times_of_20(local: LocalStore, pr
         group.saved_and_loaded(chain)
         jobs = [group.load([8, 9, 10], chain=chain, within_s=5.0) for _ in range(3)] if chain % 2 else []
         group.process.kill()
-        jobs += [group.load([8, 9, 10], chain=chain, within_s=5.0), group.look(3, chain=chain, within_s=5.0)]
+        jobs += [group.load([8, 9, 10], chain=chain, within_s=5.0), group.probe(3, chain=chain, within_s=5.0)]
         begun_s = time.monotonic()
         ends = [group.ear.end(job) for job in jobs]
         assert time.monotonic() - begun_s < 5.0 + SLACK_S
@@ -99,7 +100,7 @@ def test_a_killed_process_is_a_miss_at_once_20_times_of_20(local: LocalStore, pr
         wait_until(lambda group=group: group.ranks.reports()[1].state is RankState.DEAD)  # type: ignore[misc]
         last = group.ear.end(group.load([8, 9, 10], chain=chain))  # and now nobody waits for it any more
         assert isinstance(last, JobFailed)
-        assert last.failure is Failure.FAILED
+        assert last.failure is Reason.FAILED
         assert "rank 1 is dead: its process" in last.why
         group.finish()
 
@@ -128,14 +129,14 @@ def test_slots_of_a_stopped_process_are_not_free_until_it_has_said_so(
     process.stop()
     until.touch()
     wait_until(lambda: group.ranks.reports()[1].state is RankState.SILENT)
-    refused = group.ear.end(group.look(1))
+    refused = group.ear.end(group.probe(1))
     assert isinstance(refused, JobFailed)
     assert refused.why.startswith("rank 1 is silent")
     time.sleep(2.2)  # beyond its deadline, which a busy machine must not reach before it begins to write
     assert not group.ear.ends(job), "slots were free while a stopped process may write to them"
     before = group.theirs()
     process.go_on()
-    assert group.ear.failure(job) is Failure.LATE
+    assert group.ear.failure(job) is Reason.LATE
     after = group.theirs()
     assert after != before  # it did write, and said so afterwards
     time.sleep(0.1)
@@ -145,7 +146,9 @@ def test_slots_of_a_stopped_process_are_not_free_until_it_has_said_so(
     group.finish()
 
 
-def test_a_silent_process_is_shot_where_that_is_allowed(shm: Path, local: LocalStore, processes: RankProcesses) -> None:
+def test_a_silent_process_is_killed_where_that_is_allowed(
+    shm: Path, local: LocalStore, processes: RankProcesses
+) -> None:
     written(local, processes)
     process, here, _ = paused(processes, shm, may_kill=True)
     group = Pair(local, process, lost_after_s=0.1)
@@ -163,9 +166,9 @@ def test_a_silent_process_is_shot_where_that_is_allowed(shm: Path, local: LocalS
 def test_a_process_that_does_not_read_holds_nobody_up(local: LocalStore, processes: RankProcesses) -> None:
     group = Pair(local, processes.start(1), lost_after_s=PATIENCE_S)
     group.process.stop()
-    jobs = [group.look(500, within_s=0.1) for _ in range(40)]  # far more than a socket takes
+    jobs = [group.probe(500, within_s=0.1) for _ in range(40)]  # far more than a socket takes
     for job in jobs:
-        assert group.ear.failure(job) is Failure.LATE
+        assert group.ear.failure(job) is Reason.LATE
     load = group.load([0], within_s=0.1)
     group.process.kill()
     assert "rank 1" in str(group.ear.end(load))
@@ -188,9 +191,9 @@ def test_a_process_that_only_hangs_up_may_still_write(shm: Path, local: LocalSto
         signal.pause()
         os._exit(0)
     theirs.close()
-    seats = connect_rank(ours, rank=1, pid=child, pages=pages_of(LAYOUT, parts(LAYOUT, 1, 2)), identity=IDENTITY)
+    members = connect_rank(ours, rank=1, pid=child, pages=pages_of(LAYOUT, parts(LAYOUT, 1, 2)), identity=IDENTITY)
     mine = thread_rank(RankDevices(LAYOUT, 0, 2), 2, {"host": local})
-    group = Jobs([*mine, *seats], ["host"], lost_after_s=0.05)
+    group = Jobs([*mine, *members], ["host"], lost_after_s=0.05)
     job = group.load([0], within_s=0.1)
     wait_until(lambda: group.ranks.reports()[1].state is RankState.SILENT)
     assert not group.ear.ends(job)
@@ -216,8 +219,8 @@ def test_the_group_s_end_is_the_process_s(local: LocalStore, processes: RankProc
         if way == "close":
             Pair(local, process).finish()
         else:
-            hands: Any = process.seats[0].hands
-            assert hands._link.abandon()
+            executor: Any = process.members[0].executor
+            assert executor._link.abandon()
         wait_until(lambda process=process: not Path(f"/proc/{process.pid}").exists())  # type: ignore[misc]
 
 
@@ -264,17 +267,17 @@ def _answer(sock: socket.socket, answer: Any) -> None:
         b"\xff\xff\xff\xff",
         b"\x03\0\0\0[1]",
         b"\x02\0\0\0{]",
-        packed({"said": {"is": "Nobody"}, "seat": 0}),
-        packed({"said": {"is": "Look", "job": 1, "store": "host", "keys": [], "deadline_s": 1.0}, "seat": 0}),
-        packed({"said": {"is": "Copied", "job": 1, "now_s": 1.0}, "seat": 9}),
+        packed({"said": {"is": "Nobody"}, "member": 0}),
+        packed({"said": {"is": "Probe", "job": 1, "store": "host", "keys": [], "deadline_s": 1.0}, "member": 0}),
+        packed({"said": {"is": "Copied", "job": 1, "now_s": 1.0}, "member": 9}),
         packed({"what": 1}),
     ],
 )
 def test_a_rank_that_talks_nonsense_is_lost_and_harms_nobody(nonsense: bytes) -> None:
     ours, theirs = socket.socketpair()
-    link = RankLink(ours, rank=0, pid=os.getpid(), num_seats=1)
+    link = RankLink(ours, rank=0, pid=os.getpid(), num_members=1)
     heard: list[Any] = []
-    link.hands[0].deliver = heard.append
+    link.executors[0].deliver = heard.append
     with theirs:
         theirs.sendall(nonsense)
         wait_until(lambda: _is_refused(link))
@@ -285,18 +288,22 @@ def test_a_rank_that_talks_nonsense_is_lost_and_harms_nobody(nonsense: bytes) ->
 
 def _is_refused(link: RankLink) -> bool:
     try:
-        link.submit(0, [Look(job=1, store="host", keys=(), deadline_s=1.0)])
+        link.submit(0, [Probe(job=1, store="host", keys=(), deadline_s=1.0)])
     except Exception:  # noqa: BLE001
         return True
     return False
 
 
 def test_a_group_that_talks_nonsense_ends_the_rank(local: LocalStore) -> None:
-    for nonsense in (packed({"what": 1}), packed({"do": [], "seat": 7}), packed({"do": [{"is": "Nobody"}], "seat": 0})):
+    for nonsense in (
+        packed({"what": 1}),
+        packed({"do": [], "member": 7}),
+        packed({"do": [{"is": "Nobody"}], "member": 0}),
+    ):
         ours, theirs = socket.socketpair()
-        seats = thread_rank(RankDevices(LAYOUT, 1, 2), 2, {"host": local})
+        members = thread_rank(RankDevices(LAYOUT, 1, 2), 2, {"host": local})
         ended: list[bool] = []
-        thread = threading.Thread(target=lambda: ended.append(serve_rank(theirs, seats, identity=IDENTITY)))  # noqa: B023
+        thread = threading.Thread(target=lambda: ended.append(serve_rank(theirs, members, identity=IDENTITY)))  # noqa: B023
         thread.start()
         ours.sendall(nonsense)
         thread.join(PATIENCE_S)
@@ -311,11 +318,11 @@ def test_a_job_that_the_far_worker_refuses_fails(local: LocalStore) -> None:
     far = thread_rank(RankDevices(LAYOUTS["gqa"], 0, 1), 1, {"host": local})
     thread = threading.Thread(target=lambda: serve_rank(theirs, far, identity=IDENTITY))
     thread.start()
-    seats = connect_rank(ours, rank=0, pid=os.getpid(), pages=[(0, 1, 0)], identity=IDENTITY)
-    group = Jobs(seats, ["host", "cellar"])
-    assert "cellar" in str(group.ear.end(group.look(1, store="cellar")))
+    members = connect_rank(ours, rank=0, pid=os.getpid(), pages=[(0, 1, 0)], identity=IDENTITY)
+    group = Jobs(members, ["host", "cellar"])
+    assert "cellar" in str(group.ear.end(group.probe(1, store="cellar")))
     assert not group.ranks.revive("cellar")
-    assert group.ear.results(group.look(1)) == ["absent"]
+    assert group.ear.results(group.probe(1)) == ["absent"]
     group.finish()
     thread.join(PATIENCE_S)
     theirs.close()
@@ -339,7 +346,7 @@ def test_documents_come_in_pieces() -> None:
 
 
 def test_a_seat_knows_its_page() -> None:
-    hands: Any = object()
+    executor: Any = object()
     (latent, heads) = parts(LAYOUT, 1, 2)
-    assert Seat(1, heads.shard, 5, hands).page == (1, 2, 5)
-    assert Seat(1, latent.shard, 5, hands).page == (0, 1, 5)
+    assert Member(1, heads.shard, 5, executor).page == (1, 2, 5)
+    assert Member(1, latent.shard, 5, executor).page == (0, 1, 5)

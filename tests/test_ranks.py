@@ -20,19 +20,19 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Copied,
     Demote,
-    Failure,
     Job,
     JobDone,
     JobFailed,
     Left,
     Load,
-    Look,
+    Probe,
     Promote,
     Save,
     StoreOff,
     StoreOn,
     Stuck,
 )
+from headwater.core.results import Reason
 from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.memory import MemoryStore
@@ -40,10 +40,10 @@ from headwater.testing.pages import IDENTITY
 from headwater.testing.ranks import RankDevices, pages_of, thread_rank, whole_block
 from headwater.testing.stores import soon
 from headwater.transfer.ranks.group import Ranks
+from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
+from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
-from headwater.transfer.ranks.seats import Seat
-from headwater.transfer.ranks.verdict import Answer, agree, num_good
-from rank_kit import LAYOUTS, Group, Jobs, ScriptedHands, groups
+from rank_kit import LAYOUTS, Group, Jobs, ScriptedExecutor, groups
 from worker_kit import PATIENCE_S, Gate, OddStore, key, keys, wait_until
 
 SLACK_S = 0.5  # that a miss may come after its deadline, on a machine that is busy with other things
@@ -60,10 +60,10 @@ def store() -> Iterator[MemoryStore]:
         yield memory
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the agreed -------------------------------------------------------------------------------------------------------
 
 ORDERS: dict[str, Job] = {
-    "look": Look(job=1, store="host", keys=keys(1, 5), deadline_s=1.0),
+    "probe": Probe(job=1, store="host", keys=keys(1, 5), deadline_s=1.0),
     "load": Load(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, slots=(0, 1, 2, 3, 4)),
     "save": Save(
         job=1,
@@ -78,10 +78,10 @@ ORDERS: dict[str, Job] = {
     "demote": Demote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool", parent=key(1, -1)),
     "promote": Promote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool"),
 }
-GOOD = {"look": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"]}
+GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"]}
 GOOD |= {"demote": ["stored", "exists"], "promote": ["stored", "exists"]}
 BAD = {
-    "look": [],
+    "probe": [],
     "load": ["miss", "late", "failed", "corrupt", "nonsense"],
     "save": ["no_room", "no_parent", "late", "failed"],
     "demote": ["miss", "no_room", "no_parent", "late", "failed"],
@@ -90,7 +90,7 @@ BAD = {
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[str, list[Answer]]:
+def answers(draw: st.DrawFn) -> tuple[str, list[RankAnswer]]:
     kind = draw(st.sampled_from(sorted(ORDERS)))
     words = st.sampled_from([*GOOD[kind] * 4, *BAD[kind]])
     found = []
@@ -102,55 +102,51 @@ def answers(draw: st.DrawFn) -> tuple[str, list[Answer]]:
             now_s=0.0, job=1, results=tuple(results), num_bytes=draw(st.integers(0, 9)), seconds=draw(st.floats(0, 9))
         )
         if draw(st.integers(0, 7)) == 0:
-            end = JobFailed(now_s=0.0, job=1, failure=draw(st.sampled_from(Failure)), why="why")
-        found.append(Answer(rank, draw(st.sampled_from(["shared", rank])), end))
+            end = JobFailed(now_s=0.0, job=1, failure=draw(st.sampled_from(Reason)), why="why")
+        found.append(RankAnswer(rank, draw(st.sampled_from(["shared", rank])), end))
     return kind, found
 
 
 @given(answers())
 @settings(max_examples=400)
-def test_the_shortest_contiguous_prefix_counts(case: tuple[str, list[Answer]]) -> None:
+def test_the_shortest_contiguous_prefix_counts(case: tuple[str, list[RankAnswer]]) -> None:
     kind, given_ = case
     order = ORDERS[kind]
-    verdict = agree(order, given_)
+    agreed = agree(order, given_)
     wrong = [one.rank for one in given_ if isinstance(one.end, JobFailed) or len(one.end.results) != 5]
     if wrong:
-        assert verdict.failure is not None
-        named = [int(found) for found in re.findall(r"rank (\d+):", verdict.why)]
+        assert agreed.failure is not None
+        named = [int(found) for found in re.findall(r"rank (\d+):", agreed.why)]
         nothing = [one.rank for one in given_ if num_good(order, one.end) == 0]  # as little came from these
         assert named
         assert set(named) <= {*wrong, *nothing}
-        blamed = {one.rank for one in verdict.blamed}
+        blamed = {one.rank for one in agreed.blamed}
         assert blamed <= {*wrong, *nothing}
-        gave_up = {
-            one.rank for one in given_ if isinstance(one.end, JobFailed) and one.end.failure is Failure.CANCELLED
-        }
+        gave_up = {one.rank for one in given_ if isinstance(one.end, JobFailed) and one.end.failure is Reason.CANCELLED}
         assert set(wrong) - gave_up <= blamed
         assert not blamed & gave_up
         return
-    assert verdict.failure is None
+    assert agreed.failure is None
     rows = [one.end.results for one in given_ if isinstance(one.end, JobDone)]
-    if kind == "look":
-        assert list(verdict.results) == [
-            "held" if all(row[i] == "held" for row in rows) else "absent" for i in range(5)
-        ]
+    if kind == "probe":
+        assert list(agreed.results) == ["held" if all(row[i] == "held" for row in rows) else "absent" for i in range(5)]
         return
     expected = 0
     while expected < 5 and all(row[expected] in GOOD[kind] for row in rows):
         expected += 1
-    assert num_good(order, JobDone(now_s=0, job=1, results=verdict.results)) == expected
-    assert not set(verdict.results[expected:]) & set(GOOD[kind])
+    assert num_good(order, JobDone(now_s=0, job=1, results=agreed.results)) == expected
+    assert not set(agreed.results[expected:]) & set(GOOD[kind])
     if expected < 5:
-        assert verdict.results[expected] in {row[expected] for row in rows}
-        assert {one.rank for one in verdict.blamed} == {
+        assert agreed.results[expected] in {row[expected] for row in rows}
+        assert {one.rank for one in agreed.blamed} == {
             one.rank for one, row in zip(given_, rows, strict=True) if row[expected] not in GOOD[kind]
         }
     for at in range(expected):
         fresh = any(row[at] == "stored" for row in rows)
-        assert verdict.results[at] == ("hit" if kind == "load" else "stored" if fresh else "exists")
+        assert agreed.results[at] == ("hit" if kind == "load" else "stored" if fresh else "exists")
     shared = [one.end.num_bytes for one in given_ if one.page == "shared" and isinstance(one.end, JobDone)]
     own = [one.end.num_bytes for one in given_ if one.page != "shared" and isinstance(one.end, JobDone)]
-    assert verdict.num_bytes == max(shared, default=0) + sum(own)
+    assert agreed.num_bytes == max(shared, default=0) + sum(own)
 
 
 # --- the whole way ----------------------------------------------------------------------------------------------------
@@ -165,7 +161,7 @@ def test_what_a_group_saved_it_finds_and_loads(
     group.saved([3, 0, 2])
     distinct = {page for rank in range(tp_size) for page in pages_of(group.layout, parts(group.layout, rank, tp_size))}
     assert len(store.names()) == 3 * len(distinct)  # what several ranks hold is there once
-    assert group.ear.results(group.look(4)) == ["held"] * 3 + ["absent"]
+    assert group.ear.results(group.probe(4)) == ["held"] * 3 + ["absent"]
     group.loaded([7, 8, 9])
     assert group.ear.results(group.save([3, 0, 2])) == ["exists"] * 3
     done = group.ear.end(2)
@@ -183,7 +179,7 @@ def test_shared_pages_are_written_in_turns_and_read_by_all(make: Callable[..., G
     group = make("mla", 4, lambda rank: {"host": stores[rank]})
     for chain in range(8):
         group.saved([0, 1], chain=chain)
-        assert group.ear.results(group.look(2, chain=chain)) == ["held"] * 2
+        assert group.ear.results(group.probe(2, chain=chain)) == ["held"] * 2
     puts = [sum(call == "put" for call in one.calls()) for one in stores]
     assert puts == [2] * 4  # eight rows, two by each
     assert len(inner.names()) == 16
@@ -192,7 +188,7 @@ def test_shared_pages_are_written_in_turns_and_read_by_all(make: Callable[..., G
     group.loaded([4, 5], chain=3)
     assert all(one.calls() == ["get_into"] for one in stores)
     for chain in range(8):
-        group.ear.results(group.look(2, chain=chain))
+        group.ear.results(group.probe(2, chain=chain))
     assert [one.calls().count("contains") for one in stores] == [2] * 4  # asked once each, in turns
 
 
@@ -234,7 +230,7 @@ def test_a_page_that_one_rank_lacks_ends_the_row_for_all(store: MemoryStore, mak
     group.saved([0, 1, 2, 3, 4])
     lost = next(name for name in store.names() if name[:32] == key(1, 3) and name[32:36] == b"\x02\0\x04\0")
     store.delete([lost], deadline=soon())
-    assert group.ear.results(group.look(5)) == ["held"] * 3 + ["absent"] * 2
+    assert group.ear.results(group.probe(5)) == ["held"] * 3 + ["absent"] * 2
     assert group.ear.results(group.load([10, 11, 12, 13, 14])) == ["hit"] * 3 + ["miss"] * 2
     assert group.holds([10, 11, 12]) == [True] * 3
     assert [report.num_short for report in group.ranks.reports()] == [0, 0, 1, 0]
@@ -265,7 +261,7 @@ def test_a_rank_that_fails_fails_the_job_at_once_and_is_named(
         job = group.load([5, 6, 7])
         end = group.ear.end(job)
     assert isinstance(end, JobFailed)
-    assert end.failure is Failure.FAILED
+    assert end.failure is Reason.FAILED
     assert end.why == "rank 2: host raised OSError: no route to the pool"
     assert [message for message in caplog.messages if "rank 2" in message and "load of 3 blocks" in message]
     assert group.ranks.reports()[2].num_failed == 1
@@ -273,7 +269,7 @@ def test_a_rank_that_fails_fails_the_job_at_once_and_is_named(
     del stores[2].raises["get_into"]
     group.loaded([5, 6, 7])
     stores[1].raises["contains"] = RuntimeError("odd")
-    failed = group.ear.end(group.look(3))
+    failed = group.ear.end(group.probe(3))
     assert isinstance(failed, JobFailed)
     assert "rank 1" in failed.why
 
@@ -287,11 +283,11 @@ def test_a_slow_rank_is_late_and_named(make: Callable[..., Group], caplog: pytes
         stores[1].gates[call].shut()
         begun_s = time.monotonic()
         with caplog.at_level(logging.WARNING, "headwater"):
-            job = group.load([5, 6], within_s=0.1) if call == "get_into" else group.look(2, within_s=0.1)
+            job = group.load([5, 6], within_s=0.1) if call == "get_into" else group.probe(2, within_s=0.1)
             end = group.ear.end(job)
         assert time.monotonic() - begun_s < 0.1 + SLACK_S
         assert isinstance(end, JobFailed)
-        assert end.failure is Failure.LATE
+        assert end.failure is Reason.LATE
         assert set(re.findall(r"rank \d", end.why)) == {"rank 1"}
         assert any("rank 1: no answer by the deadline" in message for message in caplog.messages)
         stores[1].open()
@@ -312,7 +308,7 @@ def test_a_cancelled_job_ends_cancelled(make: Callable[..., Group]) -> None:
     job = group.load([5, 6])
     stores[1].gates["get_into"].wait_for_arrival()
     group.cancel(job)
-    assert group.ear.failure(job) is Failure.CANCELLED
+    assert group.ear.failure(job) is Reason.CANCELLED
     assert group.ranks.reports()[1].num_late == group.ranks.reports()[1].num_failed == 0
     stores[1].open()
     group.cancel(job)  # which is over
@@ -374,12 +370,14 @@ def test_a_dead_rank_is_a_miss_within_the_deadline_1000_times_of_1000(
             elif way == "raises":
                 stores[dead].raises[call] = OSError("gone")
         if way == "closed":
-            for seat in group.by_rank[dead]:
-                assert seat.hands.close(PATIENCE_S)
+            for member in group.by_rank[dead]:
+                assert member.executor.close(PATIENCE_S)
         within_s = rng.choice([0.02, 0.05])
         jobs = []
         for i in range(10, 50):
-            job = group.look(3, within_s=within_s) if rng.random() < 0.5 else group.load([i, 60, 61], within_s=within_s)
+            job = (
+                group.probe(3, within_s=within_s) if rng.random() < 0.5 else group.load([i, 60, 61], within_s=within_s)
+            )
             jobs.append((job, time.monotonic() + within_s))
         for job, deadline_s in jobs:
             end = group.ear.end(job)
@@ -414,7 +412,7 @@ def test_a_rank_that_copies_past_the_deadline_holds_the_event_back(make: Callabl
         assert not group.ranks.wait_layer(job, 0, PATIENCE_S)
         assert not group.ear.ends(job), "slots were given free while a rank was writing to them"
         gate.open()
-        assert group.ear.failure(job) is Failure.LATE
+        assert group.ear.failure(job) is Reason.LATE
         after = [devices.snapshot() for devices in group.devices]
         assert staging.block(5) != bytes(len(staging.block(5)))
         time.sleep(0.1)
@@ -497,23 +495,23 @@ def test_blocks_of_a_save_are_read_by_nobody_after_copied(make: Callable[..., Gr
 # --- ranks that say nothing -------------------------------------------------------------------------------------------
 
 
-def scripted(*, mortal: bool = False, tp_size: int = 2, **options: Any) -> tuple[Jobs, list[ScriptedHands]]:
-    """A group of hands that a test answers for."""
-    hands = [ScriptedHands(mortal=mortal) for _ in range(tp_size)]
-    seats = [Seat(rank, Shard(rank, tp_size), 7, one) for rank, one in enumerate(hands)]
-    return Jobs(seats, ["host", "pool"], **options), hands
+def scripted(*, mortal: bool = False, tp_size: int = 2, **options: Any) -> tuple[Jobs, list[ScriptedExecutor]]:
+    """A group of executors that a test answers for."""
+    executors = [ScriptedExecutor(mortal=mortal) for _ in range(tp_size)]
+    members = [Member(rank, Shard(rank, tp_size), 7, one) for rank, one in enumerate(executors)]
+    return Jobs(members, ["host", "pool"], **options), executors
 
 
 def test_a_silent_rank_counts_zero_by_the_deadline_but_its_slots_are_not_free() -> None:
     group, (first, second) = scripted(slack_s=0.02, lost_after_s=0.1)
-    look, load = group.look(2, within_s=0.05), group.load([0, 1], within_s=0.05)
-    first.done(look, "held", "held")
+    probe, load = group.probe(2, within_s=0.05), group.load([0, 1], within_s=0.05)
+    first.done(probe, "held", "held")
     first.done(load, "hit", "hit")
-    end = group.ear.end(look)
+    end = group.ear.end(probe)
     assert isinstance(end, JobFailed)
-    assert (end.failure, end.why) == (Failure.LATE, "rank 1: no answer by the deadline")
+    assert (end.failure, end.why) == (Reason.LATE, "rank 1: no answer by the deadline")
     wait_until(lambda: group.ranks.reports()[1].state is RankState.SILENT)
-    assert sorted(second.cancels()) == [look, load]  # it was cancelled first
+    assert sorted(second.cancels()) == [probe, load]  # it was cancelled first
     assert not group.ear.ends(load)
     wait_until(lambda: [type(event) for event in group.ear.of(load)] == [Stuck])  # nobody waits for it
     assert not group.ranks.drain(0.01)
@@ -521,13 +519,13 @@ def test_a_silent_rank_counts_zero_by_the_deadline_but_its_slots_are_not_free() 
     assert isinstance(refused, JobFailed)
     assert refused.why.startswith("rank 1 is silent: no answer to a ")
     assert not [one for one in first.asked if isinstance(one, Save)]
-    second.say(JobFailed(now_s=0.0, job=load, failure=Failure.CANCELLED))
-    assert group.ear.failure(load) is Failure.LATE
-    second.say(JobFailed(now_s=0.0, job=look, failure=Failure.CANCELLED))
-    assert group.ranks.reports()[1].state is RankState.UP  # it has answered all it owed
+    second.say(JobFailed(now_s=0.0, job=load, failure=Reason.CANCELLED))
+    assert group.ear.failure(load) is Reason.LATE
+    second.say(JobFailed(now_s=0.0, job=probe, failure=Reason.CANCELLED))
+    assert group.ranks.reports()[1].state is RankState.UP  # it has answered all it pending
     again = group.load([0, 1])
-    for hands in (first, second):
-        hands.done(again, "hit", "hit")
+    for executor in (first, second):
+        executor.done(again, "hit", "hit")
     assert group.ear.results(again) == ["hit", "hit"]
     assert [event.facts["rank"] for event in group.metrics.events("rank_silent")] == [1]
     group.finish()
@@ -538,7 +536,7 @@ def test_a_rank_that_dies_owes_nothing_and_one_that_may_be_is_shot() -> None:
     load = group.load([0, 1], within_s=0.05)
     first.done(load, "hit", "hit")
     wait_until(lambda: second.num_shots == 1)
-    assert not group.ear.ends(load)  # a shot that was not allowed, or missed
+    assert not group.ear.ends(load)  # a kill that was not allowed, or did nothing
     second.die("killed")
     end = group.ear.end(load)
     assert isinstance(end, JobFailed)
@@ -546,25 +544,25 @@ def test_a_rank_that_dies_owes_nothing_and_one_that_may_be_is_shot() -> None:
     assert group.ranks.reports()[1].state is RankState.DEAD
     second.die("killed twice")
     second.done(load, "hit", "hit")  # a ghost
-    assert "rank 1 is dead: killed" in str(group.ear.end(group.look(1)))
+    assert "rank 1 is dead: killed" in str(group.ear.end(group.probe(1)))
     group.finish()
 
 
 def test_a_rank_that_was_dead_before_the_group_was_made() -> None:
-    hands = [ScriptedHands(mortal=True) for _ in range(2)]
-    hands[1].death = "never came"
-    group = Jobs([Seat(rank, Shard(rank, 2), 7, one) for rank, one in enumerate(hands)], ["host"])
-    assert "rank 1 is dead: never came" in str(group.ear.end(group.look(1)))
+    executors = [ScriptedExecutor(mortal=True) for _ in range(2)]
+    executors[1].death = "never came"
+    group = Jobs([Member(rank, Shard(rank, 2), 7, one) for rank, one in enumerate(executors)], ["host"])
+    assert "rank 1 is dead: never came" in str(group.ear.end(group.probe(1)))
     group.finish()
 
 
 def test_all_ranks_stand_back_and_nobody_knows_at_a_glance() -> None:
-    group, hands = scripted()
+    group, executors = scripted()
     group.ranks.stand_back(hurry=True)
-    assert [one.hurried for one in hands] == [True, True]
+    assert [one.hurried for one in executors] == [True, True]
     group.ranks.stand_back(hurry=False)
-    assert [one.hurried for one in hands] == [False, False]
-    assert group.ranks.glance(Look(job=99, store="host", keys=(), deadline_s=0.0)) is None
+    assert [one.hurried for one in executors] == [False, False]
+    assert group.ranks.contains_cached(Probe(job=99, store="host", keys=(), deadline_s=0.0)) is None
     group.finish()
 
 
@@ -573,10 +571,10 @@ def test_hands_that_refuse_a_job_fail_it() -> None:
     second.refuses = ResourceClosed("shut down")
     job = group.load([0, 1])
     assert first.cancels() == [job]
-    first.say(JobFailed(now_s=0.0, job=job, failure=Failure.CANCELLED))
+    first.say(JobFailed(now_s=0.0, job=job, failure=Reason.CANCELLED))
     end = group.ear.end(job)
     assert isinstance(end, JobFailed)
-    assert (end.failure, end.why) == (Failure.FAILED, "rank 1: ResourceClosed: shut down")
+    assert (end.failure, end.why) == (Reason.FAILED, "rank 1: ResourceClosed: shut down")
     group.finish()
 
 
@@ -585,13 +583,13 @@ def test_nothing_but_a_whole_answer_of_every_rank_is_a_hit() -> None:
     group, (first, second) = scripted()
     job = group.load([0, 1])
     group.cancel(job)
-    first.say(JobFailed(now_s=0.0, job=job, failure=Failure.CANCELLED))
+    first.say(JobFailed(now_s=0.0, job=job, failure=Reason.CANCELLED))
     second.done(job, "hit", "hit")
-    assert group.ear.failure(job) is Failure.CANCELLED
+    assert group.ear.failure(job) is Reason.CANCELLED
     job = group.load([0, 1])
     first.done(job, "miss", "miss")
     assert second.cancels() == [1, job]
-    second.say(JobFailed(now_s=0.0, job=job, failure=Failure.CANCELLED))
+    second.say(JobFailed(now_s=0.0, job=job, failure=Reason.CANCELLED))
     assert group.ear.results(job) == ["miss", "miss"]  # why it was a miss is not that the other was cancelled for it
     job = group.load([0, 1])
     first.done(job, "hit")  # one result for two blocks
@@ -606,49 +604,53 @@ def test_whatever_ranks_say_in_whatever_order(seed: int) -> None:
     """Against a model: one end a job, no hit that a rank did not have, no slot free before all answered or died."""
     rng = random.Random(seed)
     tp_size = rng.choice([1, 2, 3])
-    group, hands = scripted(mortal=True, tp_size=tp_size, slack_s=60.0)
-    owed: set[tuple[int, int]] = set()  # (job, rank)
+    group, executors = scripted(mortal=True, tp_size=tp_size, slack_s=60.0)
+    pending: set[tuple[int, int]] = set()  # (job, rank)
     said: dict[int, dict[int, list[str] | None]] = {}
     dead: set[int] = set()
     kinds: dict[int, str] = {}
-    words = {"look": ["held", "absent"], "load": ["hit", "hit", "miss"], "save": ["stored", "exists", "failed"]}
+    words = {"probe": ["held", "absent"], "load": ["hit", "hit", "miss"], "save": ["stored", "exists", "failed"]}
     for _ in range(30):
         step = rng.random()
         if step < 0.3:
-            kind = rng.choice(["look", "load", "save"])
+            kind = rng.choice(["probe", "load", "save"])
             job = (
-                group.look(3) if kind == "look" else group.load([0, 1, 2]) if kind == "load" else group.save([0, 1, 2])
+                group.probe(3)
+                if kind == "probe"
+                else group.load([0, 1, 2])
+                if kind == "load"
+                else group.save([0, 1, 2])
             )
             kinds[job], said[job] = kind, {}
             if not dead:
-                owed |= {(job, rank) for rank in range(tp_size)}
+                pending |= {(job, rank) for rank in range(tp_size)}
         elif step < 0.35:
             group.cancel(rng.randint(1, len(group.jobs) + 1))
         elif step < 0.38 and len(dead) < tp_size:
             rank = rng.choice([rank for rank in range(tp_size) if rank not in dead])
             dead.add(rank)
-            for job in [job for job, of in owed if of == rank]:
-                owed.discard((job, rank))
+            for job in [job for job, of in pending if of == rank]:
+                pending.discard((job, rank))
                 said[job][rank] = None
-            hands[rank].die("killed")
-        elif owed:
-            job, rank = rng.choice(sorted(owed))
+            executors[rank].die("killed")
+        elif pending:
+            job, rank = rng.choice(sorted(pending))
             if kinds[job] == "save" and rng.random() < 0.5:
-                hands[rank].say(Copied(now_s=0.0, job=job))
+                executors[rank].say(Copied(now_s=0.0, job=job))
                 continue
-            owed.discard((job, rank))
+            pending.discard((job, rank))
             if rng.random() < 0.25:
                 said[job][rank] = None
-                failure = rng.choice([Failure.FAILED, Failure.CANCELLED, Failure.LATE])
-                hands[rank].say(JobFailed(now_s=0.0, job=job, failure=failure))
+                failure = rng.choice([Reason.FAILED, Reason.CANCELLED, Reason.LATE])
+                executors[rank].say(JobFailed(now_s=0.0, job=job, failure=failure))
             else:
                 said[job][rank] = [rng.choice(words[kinds[job]]) for _ in range(3)]
-                hands[rank].done(job, *said[job][rank])  # type: ignore[misc]
+                executors[rank].done(job, *said[job][rank])  # type: ignore[misc]
         for job, kind in kinds.items():
             ends = group.ear.ends(job)
             assert len(ends) <= 1
-            waiting = [rank for of, rank in owed if of == job]
-            if kind != "look":
+            waiting = [rank for of, rank in pending if of == job]
+            if kind != "probe":
                 assert not (ends and waiting), "slots were free before every rank had said its end"
             if ends and isinstance(ends[0], JobDone):
                 answered = list(said[job].values())
@@ -656,10 +658,10 @@ def test_whatever_ranks_say_in_whatever_order(seed: int) -> None:
                 for at, result in enumerate(ends[0].results):
                     if result in ("hit", "stored", "exists", "held"):
                         assert len(answered) == tp_size
-                        good = ("held",) if kind == "look" else ("hit",) if kind == "load" else ("stored", "exists")
+                        good = ("held",) if kind == "probe" else ("hit",) if kind == "load" else ("stored", "exists")
                         assert all(row is not None and row[at] in good for row in answered)
-    for job, rank in sorted(owed):
-        hands[rank].say(JobFailed(now_s=0.0, job=job, failure=Failure.CANCELLED))
+    for job, rank in sorted(pending):
+        executors[rank].say(JobFailed(now_s=0.0, job=job, failure=Reason.CANCELLED))
     assert group.ranks.drain(PATIENCE_S)
     group.finish()
 
@@ -668,39 +670,39 @@ def test_whatever_ranks_say_in_whatever_order(seed: int) -> None:
 
 
 def test_seats_that_are_no_group_are_refused() -> None:
-    def seats(*places: tuple[int, int, int, int]) -> list[Seat]:
-        return [Seat(rank, Shard(index, count), part, ScriptedHands()) for rank, index, count, part in places]
+    def members(*places: tuple[int, int, int, int]) -> list[Member]:
+        return [Member(rank, Shard(index, count), part, ScriptedExecutor()) for rank, index, count, part in places]
 
     for wrong, why in (
         ([], "from 0 on"),
-        (seats((1, 0, 1, 0)), "from 0 on"),
-        (seats((0, 0, 2, 7)), "does not hold"),
-        (seats((0, 0, 2, 7), (1, 0, 2, 7)), "does not hold"),
-        (seats((0, 1, 2, 7), (1, 0, 2, 7)), "does not hold"),
-        (seats((0, 0, 2, 7), (1, 1, 2, 7), (1, 0, 1, 0)), "the same parts"),
-        (seats((0, 0, 2, 7), (0, 0, 2, 7), (1, 1, 2, 7), (1, 1, 2, 7)), "the same parts"),
-        (seats((0, 0, 1, 3), (1, 0, 1, 4)), "call it part"),
-        (seats((0, 0, 3, 7), (1, 1, 3, 7)), "does not hold"),
+        (members((1, 0, 1, 0)), "from 0 on"),
+        (members((0, 0, 2, 7)), "does not hold"),
+        (members((0, 0, 2, 7), (1, 0, 2, 7)), "does not hold"),
+        (members((0, 1, 2, 7), (1, 0, 2, 7)), "does not hold"),
+        (members((0, 0, 2, 7), (1, 1, 2, 7), (1, 0, 1, 0)), "the same parts"),
+        (members((0, 0, 2, 7), (0, 0, 2, 7), (1, 1, 2, 7), (1, 1, 2, 7)), "the same parts"),
+        (members((0, 0, 1, 3), (1, 0, 1, 4)), "call it part"),
+        (members((0, 0, 3, 7), (1, 1, 3, 7)), "does not hold"),
     ):
         with pytest.raises(InvalidInput, match=why):
             Ranks(wrong, stores=["host"])
     with pytest.raises(InvalidInput, match="seconds"):
-        Ranks(seats((0, 0, 1, 0)), stores=["host"], slack_s=-1)
+        Ranks(members((0, 0, 1, 0)), stores=["host"], slack_s=-1)
 
 
 def test_what_cannot_be_done_is_refused_with_nothing_taken() -> None:
     group, (first, _) = scripted()
-    good = Look(job=1, store="host", keys=keys(1, 1), deadline_s=1.0)
+    good = Probe(job=1, store="host", keys=keys(1, 1), deadline_s=1.0)
     for bad in (
-        Look(job=2, store="nowhere", keys=keys(1, 1), deadline_s=1.0),
+        Probe(job=2, store="nowhere", keys=keys(1, 1), deadline_s=1.0),
         Load(job=2, store="host", keys=keys(1, 1), deadline_s=1.0, slots=()),
-        Look(job=1, store="host", keys=keys(1, 1), deadline_s=1.0),
+        Probe(job=1, store="host", keys=keys(1, 1), deadline_s=1.0),
         Left(now_s=1.0, request="a"),
     ):
         with pytest.raises(InvalidInput):
             group.ranks.submit([good, bad])  # type: ignore[list-item]
     assert not first.asked
-    unheard = Ranks([Seat(0, Shard(0, 1), 0, ScriptedHands())], stores=["host"])
+    unheard = Ranks([Member(0, Shard(0, 1), 0, ScriptedExecutor())], stores=["host"])
     with pytest.raises(InvalidInput, match="deliver"):
         unheard.submit([good])
     assert unheard.close(PATIENCE_S)
@@ -712,14 +714,14 @@ def test_what_cannot_be_done_is_refused_with_nothing_taken() -> None:
 
 def test_close_ends_every_job_and_says_when_it_could_not() -> None:
     group, (first, second) = scripted()
-    jobs = [group.load([0]), group.save([1]), group.look(1)]
+    jobs = [group.load([0]), group.save([1]), group.probe(1)]
     second.is_closable = False
     assert not group.ranks.close(0.1)
     assert not group.ear.ends(jobs[0])
     assert first.cancels() == second.cancels() == jobs
     second.is_closable = True
     assert group.ranks.close(PATIENCE_S)
-    assert {group.ear.failure(job) for job in jobs} == {Failure.CANCELLED}
+    assert {group.ear.failure(job) for job in jobs} == {Reason.CANCELLED}
     group.check_ends()
 
 
@@ -729,7 +731,7 @@ def test_the_group_s_own_thread_may_submit_and_not_wait() -> None:
 
     def again(event: Any) -> None:
         if isinstance(event, JobFailed) and event.job == 1:
-            group.submit(Look(job=2, store="host", keys=keys(1, 1), deadline_s=SYSTEM_CLOCK.monotonic() + 60))
+            group.submit(Probe(job=2, store="host", keys=keys(1, 1), deadline_s=SYSTEM_CLOCK.monotonic() + 60))
             for wait in (group.ranks.drain, group.ranks.close):
                 try:
                     wait(1.0)
@@ -737,18 +739,18 @@ def test_the_group_s_own_thread_may_submit_and_not_wait() -> None:
                     raised.append(error)
 
     group.ear.extra = again
-    assert group.look(1, within_s=0.01) == 1
+    assert group.probe(1, within_s=0.01) == 1
     wait_until(lambda: len(raised) == 2)
-    for hands in (first, second):
-        hands.done(2, "held")
+    for executor in (first, second):
+        executor.done(2, "held")
     assert group.ear.results(2) == ["held"]
     group.finish()
 
 
 def test_a_store_that_one_rank_finds_off_is_off_for_all() -> None:
     group, (first, second) = scripted()
-    for hands in (second, first, second):
-        hands.say(StoreOff(now_s=0.0, store="pool", why="nothing but bad pages came from it"))
+    for executor in (second, first, second):
+        executor.say(StoreOff(now_s=0.0, store="pool", why="nothing but bad pages came from it"))
     off = [event for event in group.ear.events if isinstance(event, StoreOff)]
     assert [(event.store, event.why) for event in off] == [("pool", "rank 1: nothing but bad pages came from it")]
     with pytest.raises(InvalidInput, match="no store"):
@@ -781,7 +783,7 @@ def cache_config(layout: Any, *tiers: TierConfig, num_slots: int = 8) -> CacheCo
 
 
 def tier(name: str, **options: Any) -> TierConfig:
-    return TierConfig(name=name, look_timeout_s=20, load_timeout_s=options.pop("load_timeout_s", 20), **options)
+    return TierConfig(name=name, probe_timeout_s=20, load_timeout_s=options.pop("load_timeout_s", 20), **options)
 
 
 class Engine:
@@ -799,8 +801,8 @@ class Engine:
         self.devices = [
             RankDevices(self.layout, rank, tp_size, num_slots=config.num_slots, seed=tp_size) for rank in range(tp_size)
         ]
-        seats = [seat for one in self.devices for seat in thread_rank(one, tp_size, stores, views=views)]
-        self.cache = open_group(config, seats)
+        members = [member for one in self.devices for member in thread_rank(one, tp_size, stores, views=views)]
+        self.cache = open_group(config, members)
 
     def run(self, request: str, chain: int, num_blocks: int) -> dict[str, int]:
         """Serve a request: load what is there, compute the rest, commit. Returns the blocks that were hit, by tier."""
@@ -860,20 +862,20 @@ def test_a_cache_reads_what_another_size_wrote_and_keeps_it_at_its_own(store: Me
 def test_a_request_leaves_a_silent_rank_and_its_slots_stay_locked(make: Callable[..., Group]) -> None:
     """What an engine does: it waits as long as it likes, gives the request's slots back, and computes in others."""
     layout = LAYOUTS["gqa"]
-    hands = [ScriptedHands(mortal=True) for _ in range(2)]
-    seats = [Seat(rank, Shard(rank, 2), 7, one) for rank, one in enumerate(hands)]
-    cache = open_group(cache_config(layout, tier("host", load_timeout_s=0.05)), seats)
+    executors = [ScriptedExecutor(mortal=True) for _ in range(2)]
+    members = [Member(rank, Shard(rank, 2), 7, one) for rank, one in enumerate(executors)]
+    cache = open_group(cache_config(layout, tier("host", load_timeout_s=0.05)), members)
     wanted, root = keys(1, 3), key(1, -1)
     with cache:
         cache.match("one", wanted, root=root)
-        for one in hands:
-            (look,) = one.asked
-            assert isinstance(look, Look)
-            one.done(look.job, "held", "held", "held")
+        for one in executors:
+            (probe,) = one.asked
+            assert isinstance(probe, Probe)
+            one.done(probe.job, "held", "held", "held")
         slots = cache.reserve("one", 3)
         assert slots is not None
-        job = next(one.job for one in hands[0].asked if isinstance(one, Load))
-        hands[0].done(job, "hit", "hit", "hit")
+        job = next(one.job for one in executors[0].asked if isinstance(one, Load))
+        executors[0].done(job, "hit", "hit", "hit")
         assert cache.wait("one", 0.2).loading  # rank 1 says nothing
         cache.release("one")
         cache.match("two", wanted, root=root)
@@ -884,7 +886,7 @@ def test_a_request_leaves_a_silent_rank_and_its_slots_stay_locked(make: Callable
         cache.commit("two", wanted)
         cache.brain.validate()
         assert cache.reserve("two", 6) is None  # five of the eight are free, three of them locked
-        hands[1].die("gone at last")
+        executors[1].die("gone at last")
         wait_until(lambda: cache.reserve("two", 6) is not None)
         cache.brain.validate()
 
@@ -906,7 +908,7 @@ def test_layers_are_waited_for_on_all_ranks(shm: Path) -> None:
         caches = [
             stack.enter_context(create_kv_cache(shard_layout(layout, rank, tp_size), 16)) for rank in range(tp_size)
         ]
-        seats = []
+        members = []
         for rank, cache in enumerate(caches):
             randomise(cache, seed=rank)
             stagings = [
@@ -919,11 +921,11 @@ def test_layers_are_waited_for_on_all_ranks(shm: Path) -> None:
                 )
                 for part in parts(layout, rank, tp_size)
             ]
-            seats += open_rank(rank, tp_size, {"host": local}, stagings, layout=layout, identity=IDENTITY)
+            members += open_rank(rank, tp_size, {"host": local}, stagings, layout=layout, identity=IDENTITY)
         latent = layout.index("latent", 3)
         for at in (latent, latent + 1):  # replicated: the same on all ranks
             caches[1].rows[at].copy_(caches[0].rows[at])
-        group = Jobs(seats, ["host"])
+        group = Jobs(members, ["host"])
         woken: list[int] = []
         group.ranks.on_first_layer(lambda: woken.append(1))
         assert group.ear.results(group.save([0, 1, 2])) == ["stored"] * 3

@@ -19,7 +19,7 @@ import test_events
 from brain_kit import Injected, fail_at
 from headwater.build import open_engine
 from headwater.cache.cache import TieredCache
-from headwater.cache.executor import NoHands
+from headwater.cache.executor import NoExecutor
 from headwater.cache.state import Brain
 from headwater.cli import app
 from headwater.config import MIN_RECORD_BYTES, CacheConfig, SaveWhen, ServeConfig, TierConfig
@@ -32,7 +32,7 @@ from headwater.integrations.vllm.settings import read_config
 from headwater.lab.replay.events import replay_events
 from headwater.metrics import Metrics
 from headwater.storage import recording
-from headwater.storage.recording import Began, Ended, FileRecorder, Heard, read
+from headwater.storage.recording import Began, FileRecorder, Heard, RecordingEnded, read
 from headwater.testing.clock import FakeClock
 from headwater.testing.virtual import ROOT, path_keys
 from test_vllm_sides import engine_of, prompts, run
@@ -44,11 +44,11 @@ CONFIG = CacheConfig(num_slots=8, block_tokens=4, block_bytes=64, tiers=(TierCon
 
 @contextmanager
 def recorded(path: Path, config: CacheConfig = CONFIG, **options: Any) -> Iterator[TieredCache]:
-    """A cache without hands whose brain is recorded."""
+    """A cache without an executor whose brain is recorded."""
     metrics = options.pop("metrics", Metrics())
     recorder = FileRecorder(path, metrics=metrics, **{"limit_bytes": 1 << 20, **options})
     try:
-        with TieredCache(Brain(config), NoHands(), clock=FakeClock(), metrics=metrics, recorder=recorder) as cache:
+        with TieredCache(Brain(config), NoExecutor(), clock=FakeClock(), metrics=metrics, recorder=recorder) as cache:
             yield cache
     finally:
         assert recorder.close(WAIT_S)
@@ -88,7 +88,7 @@ def test_what_was_recorded_ends_in_the_same_state_again(tmp_path: Path) -> None:
     assert written[0].config == CONFIG
     assert sum(isinstance(line, Heard) for line in written) == found.num_events
     assert [line.event.request for line in written if isinstance(line, Heard) and line.refused] == ["nobody"]  # type: ignore[attr-defined]
-    assert written[-1] == Ended(digest, found.num_events)
+    assert written[-1] == RecordingEnded(digest, found.num_events)
     assert cache.metrics.value("recorded_events_total", outcome="written") == found.num_events
     assert path.stat().st_mode & 0o777 == 0o600
     shown = CliRunner().invoke(app, ["replay", "--events", str(path), "--json"])
@@ -167,7 +167,7 @@ def test_a_brain_that_failed_fails_at_the_same_event_again(tmp_path: Path, monke
 def test_hands_that_cannot_obey_are_no_difference(tmp_path: Path) -> None:
     """The brain heard the event and said what it said; what failed then is not in a recording."""
 
-    class Refusing(NoHands):
+    class Refusing(NoExecutor):
         def submit(self, instructions: Sequence[ev.Instruction]) -> None:
             raise InvalidInput("not a job")
 
@@ -304,7 +304,7 @@ def test_every_event_survives_its_line(heard: list[ev.Event], steps: list[int]) 
     for end in range(len(keys)):
         heard.append(ev.Filled(now_s=0.0, request="a", keys=tuple(keys[end // 2 : end])))
         heard.append(ev.Filled(now_s=0.0, request="a", keys=tuple(keys[:end])))
-    out, back = recording._Lines(), recording._Reader()
+    out, back = recording._RecordingLines(), recording._Reader()
     for event in heard:
         for raw, wanted in (
             ((event, (), ""), Heard(event, ev.fingerprint(()))),
@@ -342,18 +342,18 @@ def test_what_is_no_recording_is_said(tmp_path: Path, content: bytes) -> None:
 
 
 def test_fingerprints_tell_values_apart() -> None:
-    look = ev.Look(job=1, store="host", keys=(BlockKey(b"a" * 32), BlockKey(b"b" * 32)), deadline_s=1.0)
+    probe = ev.Probe(job=1, store="host", keys=(BlockKey(b"a" * 32), BlockKey(b"b" * 32)), deadline_s=1.0)
     others: list[ev.Event | ev.Instruction] = [
-        ev.Look(job=2, store="host", keys=look.keys, deadline_s=1.0),
-        ev.Look(job=1, store="host", keys=look.keys[:1], deadline_s=1.0),
-        ev.Look(job=1, store="host", keys=look.keys, deadline_s=1.0 + 1e-12),
-        ev.Load(job=1, store="host", keys=look.keys, deadline_s=1.0, slots=(1, 2)),
+        ev.Probe(job=2, store="host", keys=probe.keys, deadline_s=1.0),
+        ev.Probe(job=1, store="host", keys=probe.keys[:1], deadline_s=1.0),
+        ev.Probe(job=1, store="host", keys=probe.keys, deadline_s=1.0 + 1e-12),
+        ev.Load(job=1, store="host", keys=probe.keys, deadline_s=1.0, slots=(1, 2)),
         ev.Cancel(job=1),
     ]
-    found = {ev.fingerprint([one]) for one in (look, *others)}
+    found = {ev.fingerprint([one]) for one in (probe, *others)}
     assert len(found) == 6
-    assert ev.fingerprint([look]) == ev.fingerprint(iter([look]))
-    assert ev.fingerprint([look, others[0]]) != ev.fingerprint([others[0], look])
+    assert ev.fingerprint([probe]) == ev.fingerprint(iter([probe]))
+    assert ev.fingerprint([probe, others[0]]) != ev.fingerprint([others[0], probe])
 
 
 # --- servers and connectors -------------------------------------------------------------------------------------------

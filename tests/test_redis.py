@@ -16,7 +16,8 @@ import pytest
 import redis
 
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 from headwater.storage.redis import RedisStore
 from headwater.storage.redis.lines import Command, RedisLines
 from headwater.storage.redis.protocol import MAX_VALUE_BYTES
@@ -105,15 +106,15 @@ class TestRedisStore(StoreTests):
         chains = [sample_chain(100 + i, 10) for i in range(100)]
         for chain in chains:
             assert all(status.held for status in put(store, chain))
-            assert read(store, chain) == [GetStatus.HIT] * 10
+            assert read(store, chain) == [Status.HIT] * 10
         held = [store.contains([page.name for page in chain], deadline=soon()) for chain in chains]
         assert not all(all(chain) for chain in held)
         num_held = sum(map(sum, held))
         num_hits = 0
         for chain, there in zip(reversed(chains), reversed(held), strict=True):
             got = read(store, chain)
-            num_hits += got.count(GetStatus.HIT)
-            assert all(status is GetStatus.MISS for status, held_ in zip(got, there, strict=True) if not held_)
+            num_hits += got.count(Status.HIT)
+            assert all(status is Status.MISS for status, held_ in zip(got, there, strict=True) if not held_)
         assert 0.8 * num_held < num_hits <= num_held
 
 
@@ -124,34 +125,34 @@ def test_two_stores_share_a_server_and_prefixes_keep_them_apart(roomy: Server) -
     pages = sample_chain(1, 4)
     with RedisStore(roomy.url) as one, RedisStore(roomy.url) as two, RedisStore(roomy.url, prefix="b:") as other:
         put(one, pages)
-        assert read(two, pages) == [GetStatus.HIT] * 4
-        assert read(other, pages) == [GetStatus.MISS] * 4
+        assert read(two, pages) == [Status.HIT] * 4
+        assert read(other, pages) == [Status.MISS] * 4
 
 
 def test_large_pages_and_long_batches(roomy: Server) -> None:
     large, small = sample_chain(2, 5, plane_bytes=LARGE), sample_chain(3, 1100, plane_bytes=(8,))
     with RedisStore(roomy.url) as store:
         for pages in (large, small):
-            assert put(store, pages) == [PutStatus.STORED] * len(pages)
-            assert put(store, pages) == [PutStatus.EXISTS] * len(pages)
-            assert read(store, pages) == [GetStatus.HIT] * len(pages)
+            assert put(store, pages) == [Status.STORED] * len(pages)
+            assert put(store, pages) == [Status.EXISTS] * len(pages)
+            assert read(store, pages) == [Status.HIT] * len(pages)
         names = [page.name for page in small]
-        assert store.delete(names[:700], deadline=soon()) == [DeleteStatus.REMOVED] * 700
+        assert store.delete(names[:700], deadline=soon()) == [Status.REMOVED] * 700
         assert store.contains(names, deadline=soon()) == [False] * 700 + [True] * 400
 
 
 def test_a_page_without_its_parent_is_not_taken(roomy: Server) -> None:
     pages = sample_chain(4, 4)
     with RedisStore(roomy.url) as store:
-        assert put(store, pages[2:]) == [PutStatus.NO_PARENT] * 2
-        assert put(store, pages[1::-1]) == [PutStatus.NO_PARENT, PutStatus.STORED]
-        assert put(store, pages[1:]) == [PutStatus.STORED] * 3
+        assert put(store, pages[2:]) == [Status.NO_PARENT] * 2
+        assert put(store, pages[1::-1]) == [Status.NO_PARENT, Status.STORED]
+        assert put(store, pages[1:]) == [Status.STORED] * 3
 
 
 def test_what_is_larger_than_a_value_is_refused(roomy: Server) -> None:
     page = sample_page(5)
     with mmap.mmap(-1, MAX_VALUE_BYTES + 1) as memory, memoryview(memory) as frame, RedisStore(roomy.url) as store:
-        assert store.put([(page.name, frame), page.item], deadline=soon()) == [PutStatus.REFUSED, PutStatus.STORED]
+        assert store.put([(page.name, frame), page.item], deadline=soon()) == [Status.REFUSED, Status.STORED]
 
 
 def test_a_full_server_that_may_not_evict_has_no_room(tmp_path: Path) -> None:
@@ -161,13 +162,13 @@ def test_a_full_server_that_may_not_evict_has_no_room(tmp_path: Path) -> None:
         pages = sample_chain(6, 600)
         with RedisStore(server.url) as store:
             results = put(store, pages)
-            num_stored = results.count(PutStatus.STORED)
+            num_stored = results.count(Status.STORED)
             assert 10 < num_stored < 400
-            assert results[num_stored] is PutStatus.NO_ROOM
-            assert set(results[num_stored:]) <= {PutStatus.NO_ROOM, PutStatus.NO_PARENT}
+            assert results[num_stored] is Status.NO_ROOM
+            assert set(results[num_stored:]) <= {Status.NO_ROOM, Status.NO_PARENT}
             held = store.contains([page.name for page in pages], deadline=soon())
-            assert held == [status is PutStatus.STORED for status in results]
-            assert read(store, pages[:num_stored]) == [GetStatus.HIT] * num_stored
+            assert held == [status is Status.STORED for status in results]
+            assert read(store, pages[:num_stored]) == [Status.HIT] * num_stored
     finally:
         server.kill()
 
@@ -192,17 +193,17 @@ def test_what_expires_is_not_kept_by_use(roomy: Server) -> None:
     page = sample_page(1, expires_at_ms=at_ms)
     with RedisStore(roomy.url) as store, roomy.client() as client:
         for use in (put, read, put, read):
-            assert use(store, [page])[0] in (PutStatus.STORED, PutStatus.EXISTS, GetStatus.HIT)
+            assert use(store, [page])[0] in (Status.STORED, Status.EXISTS, Status.HIT)
             left_ms = int(client.pttl(PREFIX + page.name))
             assert 0 < left_ms <= 60_000
         gone = sample_page(2, expires_at_ms=1)
         put(store, [gone])
         read(store, [gone])  # within the last millisecond it may be there
-        assert read(store, [gone]) == [GetStatus.MISS]
+        assert read(store, [gone]) == [Status.MISS]
 
 
 def test_two_clients_race_for_one_name(roomy: Server) -> None:
-    results: list[list[PutStatus]] = [[], []]
+    results: list[list[Status]] = [[], []]
     both = threading.Barrier(2)
 
     def write(who: int, store: Store) -> None:
@@ -218,9 +219,9 @@ def test_two_clients_race_for_one_name(roomy: Server) -> None:
         for thread in threads:
             thread.join()
         for chain, (first, second) in enumerate(zip(*results, strict=True)):
-            assert {first, second} == {PutStatus.STORED, PutStatus.EXISTS}
-            winner = sample_page(chain, plane_bytes=(200_000,), variant=int(second is PutStatus.STORED))
-            assert read(one, [winner]) == read(two, [winner]) == [GetStatus.HIT]
+            assert {first, second} == {Status.STORED, Status.EXISTS}
+            winner = sample_page(chain, plane_bytes=(200_000,), variant=int(second is Status.STORED))
+            assert read(one, [winner]) == read(two, [winner]) == [Status.HIT]
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -236,13 +237,13 @@ def test_what_was_damaged_in_the_server_is_thrown_out(roomy: Server) -> None:
         client.set(PREFIX + pages[3].name, pages[0].frame)
         client.delete(PREFIX + pages[4].name)
         client.rpush(PREFIX + pages[4].name, b"not a value")
-        assert put(store, [pages[2], pages[4]]) == [PutStatus.FAILED] * 2
-        faults = [GetStatus.HIT, GetStatus.CORRUPT, GetStatus.SHORT, GetStatus.FOREIGN, GetStatus.FAILED]
+        assert put(store, [pages[2], pages[4]]) == [Status.FAILED] * 2
+        faults = [Status.HIT, Status.CORRUPT, Status.SHORT, Status.FOREIGN, Status.FAILED]
         assert read(reader, pages) == faults
-        assert store.delete([pages[4].name], deadline=soon()) == [DeleteStatus.REMOVED]
+        assert store.delete([pages[4].name], deadline=soon()) == [Status.REMOVED]
         assert store.contains([page.name for page in pages], deadline=soon()) == [True, False, False, False, False]
-        assert put(store, pages) == [PutStatus.EXISTS] + [PutStatus.STORED] * 4
-        assert read(reader, pages) == [GetStatus.HIT] * 5
+        assert put(store, pages) == [Status.EXISTS] + [Status.STORED] * 4
+        assert read(reader, pages) == [Status.HIT] * 5
 
 
 # --- a server that is away --------------------------------------------------------------------------------------------
@@ -262,17 +263,17 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(roomy: Server) -> None
     with RedisStore(roomy.url) as store:
         put(store, [held])
         roomy.signal(signal.SIGSTOP)
-        late = {"put": PutStatus.LATE, "get": GetStatus.LATE, "contains": False, "delete": DeleteStatus.LATE}
+        late = {"put": Status.LATE, "get": Status.LATE, "contains": False, "delete": Status.LATE}
         for _ in range(2):  # with a connection that was there, and with a new one
             for call, work in _calls(store, new).items():
                 start = time.monotonic()
                 assert work(Deadline.after(0.3)) == late[call]
                 assert 0.25 < time.monotonic() - start < 0.8, call
         roomy.signal(signal.SIGCONT)
-        assert read(store, [held]) == [GetStatus.HIT]
-        assert read(store, [new])[0] in (GetStatus.HIT, GetStatus.MISS)  # whole or not there
+        assert read(store, [held]) == [Status.HIT]
+        assert read(store, [new])[0] in (Status.HIT, Status.MISS)  # whole or not there
         assert put(store, [new])[0].held
-        assert read(store, [new]) == [GetStatus.HIT]
+        assert read(store, [new]) == [Status.HIT]
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
@@ -294,15 +295,15 @@ def test_a_server_that_goes_away_in_the_middle_of_a_put(
         start = time.monotonic()
         results = store.put(items(pages), deadline=Deadline.after(0.7))
         assert time.monotonic() - start < 1.2
-        gone = PutStatus.LATE if number is signal.SIGSTOP else PutStatus.FAILED
+        gone = Status.LATE if number is signal.SIGSTOP else Status.FAILED
         # A signal takes its time: the server may have done one more.
-        assert results[:2] == [PutStatus.STORED] * 2
+        assert results[:2] == [Status.STORED] * 2
         assert results[4:] == [gone] * 2
         if number is signal.SIGSTOP:
             roomy.signal(signal.SIGCONT)
             got = read(store, pages)  # `read` fails on any wrong byte
-            assert got[:2] == [GetStatus.HIT] * 2
-            assert set(got) <= {GetStatus.HIT, GetStatus.MISS}
+            assert got[:2] == [Status.HIT] * 2
+            assert set(got) <= {Status.HIT, Status.MISS}
 
 
 def test_a_server_that_drips_does_not_stretch_the_deadline() -> None:
@@ -342,18 +343,18 @@ def test_a_server_that_is_killed_and_comes_back(roomy: Server) -> None:
     with RedisStore(roomy.url) as store:
         put(store, [page])
         roomy.kill()
-        failed = {"put": PutStatus.FAILED, "get": GetStatus.FAILED, "contains": False, "delete": DeleteStatus.FAILED}
+        failed = {"put": Status.FAILED, "get": Status.FAILED, "contains": False, "delete": Status.FAILED}
         for call, work in _calls(store, page).items():
             start = time.monotonic()
             assert work(Deadline.after(5)) == failed[call]
             assert time.monotonic() - start < 2, "nobody listens: that is known at once"
         roomy.start()
-        assert read(store, [page]) == [GetStatus.MISS]
-        assert put(store, [page]) == [PutStatus.STORED]
+        assert read(store, [page]) == [Status.MISS]
+        assert put(store, [page]) == [Status.STORED]
         roomy.kill()
         roomy.start()  # the connection is dead, and nobody noticed
-        assert put(store, [page]) == [PutStatus.STORED]
-        assert read(store, [page]) == [GetStatus.HIT]
+        assert put(store, [page]) == [Status.STORED]
+        assert read(store, [page]) == [Status.HIT]
 
 
 def test_a_server_that_is_killed_under_writers_and_readers(roomy: Server) -> None:
@@ -372,7 +373,7 @@ def test_a_server_that_is_killed_under_writers_and_readers(roomy: Server) -> Non
             if time.monotonic() - start > 3:
                 wrong.append("past the deadline")
             for page, buffer, status in zip(pages, buffers, got, strict=True):
-                if status is GetStatus.HIT and buffer != page.frame:
+                if status is Status.HIT and buffer != page.frame:
                     wrong.append("other bytes")
 
     with RedisStore(roomy.url) as store:
@@ -391,8 +392,8 @@ def test_a_server_that_is_killed_under_writers_and_readers(roomy: Server) -> Non
                 thread.join()
         assert not wrong
         pages = sample_chain(40, 6)
-        assert put(store, pages) == [PutStatus.STORED] * 6
-        assert read(store, pages) == [GetStatus.HIT] * 6
+        assert put(store, pages) == [Status.STORED] * 6
+        assert read(store, pages) == [Status.HIT] * 6
 
 
 # --- opening and closing ----------------------------------------------------------------------------------------------
@@ -421,13 +422,13 @@ def test_a_socket_and_a_password(tmp_path: Path, shm: Path) -> None:
         server.start("--unixsocket", str(path))
         page = sample_page(50)
         with RedisStore(f"unix://{path}") as store:
-            assert put(store, [page]) == [PutStatus.STORED]
+            assert put(store, [page]) == [Status.STORED]
         with server.client() as client:
             client.config_set("requirepass", "s3cret")
         with pytest.raises(StoreUnavailable, match="credentials"):
             RedisStore(server.url)
         with RedisStore(f"redis://:s3cret@127.0.0.1:{server.port}/0") as store:
-            assert read(store, [page]) == [GetStatus.HIT]
+            assert read(store, [page]) == [Status.HIT]
     finally:
         server.kill()
 
@@ -468,15 +469,15 @@ def test_tls(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
             RedisStore(f"rediss://localhost:{port}")  # nobody vouches for it
         for trust in (f"ssl_ca_certs={cert}", "ssl_cert_reqs=none"):
             with RedisStore(f"rediss://localhost:{port}/1?{trust}", prefix=trust) as store:
-                assert put(store, pages) == [PutStatus.STORED] * 6
-                assert read(store, pages) == [GetStatus.HIT] * 6
+                assert put(store, pages) == [Status.STORED] * 6
+                assert read(store, pages) == [Status.HIT] * 6
                 assert store.contains([page.name for page in pages], deadline=soon()) == [True] * 6
                 server.signal(signal.SIGSTOP)
                 start = time.monotonic()
                 assert store.contains([pages[0].name], deadline=Deadline.after(0.2)) == [False]
                 assert time.monotonic() - start < 2
                 server.signal(signal.SIGCONT)
-                assert read(store, pages) == [GetStatus.HIT] * 6
+                assert read(store, pages) == [Status.HIT] * 6
         with pytest.raises(StoreUnavailable, match="TLS"):
             RedisStore(f"rediss://localhost:{port}?ssl_ca_certs={tmp_path / 'none.pem'}")
         with pytest.raises(StoreUnavailable, match="no Redis server answers"):
@@ -500,7 +501,7 @@ def test_a_server_that_lets_us_not_read(roomy: Server) -> None:
     with pytest.raises(StoreUnavailable, match="refuses GETEX"):
         RedisStore(url)
     with RedisStore(url, prefix="other:") as store:
-        assert put(store, [sample_page(51)]) == [PutStatus.STORED]
+        assert put(store, [sample_page(51)]) == [Status.STORED]
 
 
 def test_nonsense_is_refused() -> None:
@@ -522,13 +523,13 @@ def test_closing_under_a_call(roomy: Server) -> None:
     page = sample_page(52, plane_bytes=LARGE)
     store = RedisStore(roomy.url)
     roomy.signal(signal.SIGSTOP)
-    answers: list[PutStatus] = []
+    answers: list[Status] = []
     thread = threading.Thread(target=lambda: answers.extend(store.put([page.item], deadline=Deadline.after(0.5))))
     thread.start()
     time.sleep(0.1)
     store.close()
     thread.join()
     roomy.signal(signal.SIGCONT)
-    assert answers == [PutStatus.LATE]
+    assert answers == [Status.LATE]
     with pytest.raises(ResourceClosed):
         store.put([page.item], deadline=soon())

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import StoreUnavailable
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 from headwater.storage.redis import RedisStore
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
@@ -48,12 +49,12 @@ def call_all(store: Store) -> dict[str, list[Any]]:
         "get": on_time(lambda: reader.get_into(wanted, deadline=Deadline.after(DEADLINE_S))),
         "delete": on_time(lambda: store.delete(NAMES[2:], deadline=Deadline.after(DEADLINE_S))),
     }
-    kinds = {"contains": bool, "put": PutStatus, "get": GetStatus, "delete": DeleteStatus}
+    kinds = {"contains": bool, "put": Status, "get": Status, "delete": Status}
     for call, answers in found.items():
         assert len(answers) == (2 if call == "delete" else 4)
         assert all(isinstance(answer, kinds[call]) for answer in answers), (call, answers)
     for page, buffer, status in zip(PAGES, buffers, found["get"], strict=True):
-        assert status is not GetStatus.HIT or buffer == page.frame, "a wrong page was accepted"
+        assert status is not Status.HIT or buffer == page.frame, "a wrong page was accepted"
     return found
 
 
@@ -91,11 +92,9 @@ def test_whatever_stands_for_an_answer(word: bytes, at: int) -> None:
         server.spoil = replacing(at, word)
         call_all(store)
         server.recover()
-        assert all(
-            status in (DeleteStatus.REMOVED, DeleteStatus.ABSENT) for status in store.delete(NAMES, deadline=soon())
-        )
-        assert put(store, PAGES) == [PutStatus.STORED] * 4
-        assert read(store, PAGES) == [GetStatus.HIT] * 4
+        assert all(status in (Status.REMOVED, Status.ABSENT) for status in store.delete(NAMES, deadline=soon()))
+        assert put(store, PAGES) == [Status.STORED] * 4
+        assert read(store, PAGES) == [Status.HIT] * 4
 
 
 @pytest.mark.fault("A12")
@@ -122,7 +121,7 @@ def test_a_delete_that_removed_what_nobody_can_say(answer: bytes) -> None:
     with FakeRedis() as server, RedisStore(server.url) as store:
         put(store, PAGES)
         server.spoil = spoil
-        assert store.delete(NAMES, deadline=soon()) == [DeleteStatus.FAILED] * 4
+        assert store.delete(NAMES, deadline=soon()) == [Status.FAILED] * 4
 
 
 @pytest.mark.fault("A12")
@@ -147,7 +146,7 @@ def test_an_answer_that_comes_twice_is_not_taken_for_the_next(at: int) -> None:
             held = store.contains([page.name for page in chain], deadline=soon())
             assert held in ([True, False] * 4, [False] * 8)
             got = read(VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES), chain)
-            assert got in ([GetStatus.HIT, GetStatus.MISS] * 4, [GetStatus.FAILED] * 8)
+            assert got in ([Status.HIT, Status.MISS] * 4, [Status.FAILED] * 8)
         assert done.is_set()
         assert held == [True, False] * 4
         assert not server.reused, "a connection that was out of step was used again"
@@ -193,7 +192,7 @@ def test_a_silent_address_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPat
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (silent.address, there)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         with RedisStore("redis://two.addresses:6379", open_timeout_s=5.0) as store:
-            assert put(store, PAGES) == [PutStatus.STORED] * 4
+            assert put(store, PAGES) == [Status.STORED] * 4
 
 
 @pytest.mark.fault("A12")
@@ -227,7 +226,7 @@ def test_a_value_that_is_too_long_is_read_past_and_not_kept() -> None:
         put(store, PAGES)
         server.values[b"headwater:" + NAMES[1]] = bytes(5 << 20)
         before = server.num_connections
-        assert read(store, PAGES) == [GetStatus.HIT, GetStatus.SHORT, GetStatus.HIT, GetStatus.HIT]
+        assert read(store, PAGES) == [Status.HIT, Status.SHORT, Status.HIT, Status.HIT]
         assert server.num_connections == before, "the connection is in step, and goes on"
 
 
@@ -291,10 +290,8 @@ def test_any_stream_of_answers(spoilt: list[Callable[[Sequence[Command], Sequenc
         server.spoil = spoil
         call_all(store)
         server.recover()
-        assert all(
-            status in (DeleteStatus.REMOVED, DeleteStatus.ABSENT) for status in store.delete(NAMES, deadline=soon())
-        )
-        assert put(store, PAGES) == [PutStatus.STORED] * 4
-        assert read(store, PAGES) == [GetStatus.HIT] * 4
+        assert all(status in (Status.REMOVED, Status.ABSENT) for status in store.delete(NAMES, deadline=soon()))
+        assert put(store, PAGES) == [Status.STORED] * 4
+        assert read(store, PAGES) == [Status.HIT] * 4
         assert store.contains(NAMES, deadline=soon()) == [True] * 4
         assert not server.reused, "a connection that was out of step was used again"

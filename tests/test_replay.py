@@ -19,11 +19,11 @@ from headwater.cli import app
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.lab.replay import plot, synthetic
 from headwater.lab.replay.belady import Future
-from headwater.lab.replay.bill import Outcome, Setup, default_block_bytes
+from headwater.lab.replay.bill import ReplayOutcome, ReplaySetup, default_block_bytes
 from headwater.lab.replay.run import Replay, replay
 from headwater.lab.replay.sweep import capacities, policies, sweep
 from headwater.lab.replay.synthetic import Synthetic
-from headwater.lab.replay.trace import ROOT, Record, Request, Trace, TraceFile, keys_of, survey
+from headwater.lab.replay.trace import ROOT, Trace, TraceFile, TraceRecord, TraceRequest, keys_of, survey
 from headwater.lab.replay.virtual import CountingStore
 
 GB = 10**9
@@ -39,14 +39,14 @@ class Listed(Trace):
         self._prompts = prompts
         self._times_s = [10.0 * i for i in range(len(prompts))] if times_s is None else times_s
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         for at_s, ids in zip(self._times_s, self._prompts, strict=True):
-            yield Record(at_s * 1e3, len(ids), 1, tuple(ids))
+            yield TraceRecord(at_s * 1e3, len(ids), 1, tuple(ids))
 
 
-def play(trace: Trace, **options: Any) -> Outcome:
+def play(trace: Trace, **options: Any) -> ReplayOutcome:
     """Replay, with everything checked after every request."""
-    run = Replay(Setup(**{"policy": "lru", "block_bytes": 1, **options}), block_tokens=trace.block_tokens)
+    run = Replay(ReplaySetup(**{"policy": "lru", "block_bytes": 1, **options}), block_tokens=trace.block_tokens)
     for request in trace:
         run.feed(request)
         run.brain.validate()
@@ -80,7 +80,7 @@ def line(timestamp: Any = 0, input_length: Any = 600, output_length: Any = 1, ha
 @pytest.fixture(scope="module", autouse=True)
 def fonts() -> None:
     """matplotlib keeps its fonts open for ever, once it has drawn: not a test's leak."""
-    found = sweep(Listed([[1]]), [Setup(policy="lru", blocks=1)])
+    found = sweep(Listed([[1]]), [ReplaySetup(policy="lru", blocks=1)])
     plot.draw(found, io.BytesIO(), format="png")
 
 
@@ -279,7 +279,7 @@ def test_with_room_for_all_everything_seen_before_hits(kind: str, policy: str) -
     found = survey(trace)
     assert found.unbounded_hit_blocks > 0
     for options in ({"blocks": found.num_unique_blocks}, {"blocks": 1 << 40}, {"blocks": 200, "store_blocks": 1 << 40}):
-        outcome = replay(trace, Setup(policy=policy, **options), survey=found)
+        outcome = replay(trace, ReplaySetup(policy=policy, **options), survey=found)
         assert outcome.hit_blocks == found.unbounded_hit_blocks, options
         assert outcome.requested_blocks == found.num_blocks
 
@@ -393,7 +393,7 @@ def test_made_up_traces_are_refused_where_they_make_no_sense() -> None:
 
 def test_a_sweep_has_a_bound_for_each_outcome() -> None:
     trace = Synthetic("chat", 300)
-    setups = [Setup(policy="lru", blocks=blocks) for blocks in (50, 200)]
+    setups = [ReplaySetup(policy="lru", blocks=blocks) for blocks in (50, 200)]
     setups.append(dataclasses.replace(setups[0], store_blocks=150))
     told: list[str] = []
     found = sweep(trace, setups, tell=lambda stage, done, total: told.append(stage))
@@ -422,7 +422,7 @@ def test_bytes_of_a_block() -> None:
 
 
 def test_a_request_is_plain() -> None:
-    assert Request(1.0, (1,), keys_of((1,))).keys == keys_of((1,))
+    assert TraceRequest(1.0, (1,), keys_of((1,))).keys == keys_of((1,))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidInput, InvalidLayout, ResourceClosed
 from headwater.core.page import PageName, page_name
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal
 from headwater.layout.reshard import Plan, copy_strips, divides, part_number, plan, plans
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, Shard, parts
 from headwater.layout.spec import DType, KVLayout, Plane, declare_role
 from headwater.metrics import Metrics
-from headwater.storage.base import DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.resharded import ReshardedStore
 from headwater.storage.verified import VerifiedStore
@@ -144,7 +145,7 @@ def test_every_size_reads_what_every_other_wrote(name: str, make: Callable[..., 
             for reader in sizes:
                 read = make(name, reader, {"host": store}, views=VIEW)
                 tier = "host" if reader == writer else "view"
-                assert read.ear.results(read.look(5, store=tier)) == ["held"] * 4 + ["absent"]
+                assert read.ear.results(read.probe(5, store=tier)) == ["held"] * 4 + ["absent"]
                 read.loaded([5, 6, 7, 8], store=tier)
                 assert read.ranks.close(30)
             assert wrote.ranks.close(30)
@@ -240,14 +241,14 @@ class Bench:
         shard = self.sources[at].part.shard
         return page_name(key(1, depth), shard.index, shard.count, part=self.sources[at].number)
 
-    def read(self, num_blocks: int = 4, store: Store | None = None) -> list[GetStatus]:
+    def read(self, num_blocks: int = 4, store: Store | None = None) -> list[Status]:
         """Read blocks; what is a HIT must be the right bytes."""
         size = frame_bytes(self.part.layout.plane_bytes)
         pages = [(name, memoryview(bytearray(b"\xee" * size))) for name in self.names(num_blocks)]
         results = (store or self.verified).get_into(pages, deadline=soon())
         start = header_bytes(len(self.part.layout.planes))
         for depth, ((_, frame), status) in enumerate(zip(pages, results, strict=True)):
-            if status is GetStatus.HIT:
+            if status is Status.HIT:
                 right = cut(self.layout, self.part, whole_block(self.layout, key(1, depth)))
                 assert bytes(frame[start:]) == right, "wrong bytes were served"
         return results
@@ -262,7 +263,7 @@ class Bench:
         entry.frame = bytes(frame)
 
 
-HIT, MISS = GetStatus.HIT, GetStatus.MISS
+HIT, MISS = Status.HIT, Status.MISS
 
 
 def test_what_comes_out_is_a_page_like_any_other() -> None:
@@ -277,7 +278,7 @@ def test_what_comes_out_is_a_page_like_any_other() -> None:
     with MemoryStore(1 << 20) as other:  # which a store that looks at frames takes
         frames = [memoryview(bytearray(buffer.nbytes)) for _ in range(3)]
         bench.view.get_into(list(zip(bench.names(3), frames, strict=True)), deadline=soon())
-        assert other.put(list(zip(bench.names(3), frames, strict=True)), deadline=soon()) == [PutStatus.STORED] * 3
+        assert other.put(list(zip(bench.names(3), frames, strict=True)), deadline=soon()) == [Status.STORED] * 3
 
 
 def test_finding_the_size_costs_one_call_more_and_then_none() -> None:
@@ -339,7 +340,7 @@ def test_a_damaged_page_is_a_miss_and_is_thrown_out(where: str, at: int) -> None
 
     bad = bench.source(1, at)
     bench.spoil(bad, flip)
-    assert bench.read() == [HIT, GetStatus.CORRUPT, HIT, HIT]
+    assert bench.read() == [HIT, Status.CORRUPT, HIT, HIT]
     assert bench.store.contains([bad], deadline=soon()) == [False]
     (event,) = bench.metrics.events("bad_source_page")
     assert event.facts["name"] == bad.hex()
@@ -354,7 +355,7 @@ def test_pages_swapped_between_blocks_or_shards_are_misses() -> None:
         assert isinstance(inner, MemoryStore)
         first, second = inner._entries[bench.source(1, 0)], inner._entries[bench.source(*other)]
         first.frame, second.frame = second.frame, first.frame
-        assert GetStatus.FOREIGN in (results := bench.read())
+        assert Status.FOREIGN in (results := bench.read())
         assert results[0] is HIT
         assert results[1] is not HIT
 
@@ -363,7 +364,7 @@ def test_pages_of_another_identity_are_misses() -> None:
     bench = Bench(num_blocks=0)
     for rank in range(4):
         bench.write([0], 4, rank, identity=bytes(32))
-    assert bench.read(1) == [GetStatus.FOREIGN]
+    assert bench.read(1) == [Status.FOREIGN]
 
 
 def test_pages_that_contradict_each_other_are_thrown_out() -> None:
@@ -371,7 +372,7 @@ def test_pages_that_contradict_each_other_are_thrown_out() -> None:
     changed = bench.sources[0].part
     bench.store.delete([bench.source(0, 0)], deadline=soon())
     bench.store.put([bench.frame(0, changed, tenant=b"another tenant's")], deadline=soon())
-    assert bench.read(1) == [GetStatus.FOREIGN]
+    assert bench.read(1) == [Status.FOREIGN]
     held = bench.store.contains([bench.source(0, at) for at in range(len(bench.sources))], deadline=soon())
     assert held == [False] * len(bench.sources)
 
@@ -398,7 +399,7 @@ def test_a_tier_that_gives_nothing_but_bad_pages_is_switched_off() -> None:
 
     for depth in range(70):
         bench.spoil(bench.source(depth), flip)
-    assert bench.read(70).count(GetStatus.CORRUPT) >= 64
+    assert bench.read(70).count(Status.CORRUPT) >= 64
     assert bench.verified.switched_off
     bench.verified.switch_on()
     assert bench.read(1) == [MISS]
@@ -420,14 +421,14 @@ def test_a_partial_tail_and_the_earliest_expiry() -> None:
     assert header.meta.valid_tokens == 3
     assert header.meta.expires_at_ms == now_ms + 3000  # rank 1 of 2 reads what ranks 2 and 3 of 4 wrote
     clock.advance(3.5)
-    assert bench.verified.get_into([(name, buffer)], deadline=soon()) == [GetStatus.STALE]
+    assert bench.verified.get_into([(name, buffer)], deadline=soon()) == [Status.STALE]
 
 
 def test_a_view_is_only_read() -> None:
     bench = Bench()
     (name,) = bench.names(1)
-    assert bench.view.put([bench.frame(0, bench.part)], deadline=soon()) == [PutStatus.REFUSED]
-    assert bench.view.delete([name], deadline=soon()) == [DeleteStatus.ABSENT]
+    assert bench.view.put([bench.frame(0, bench.part)], deadline=soon()) == [Status.REFUSED]
+    assert bench.view.delete([name], deadline=soon()) == [Status.ABSENT]
     assert bench.read(1) == [HIT]
     stranger = page_name(key(1, 0), 0, 2, part=9)
     buffer = memoryview(bytearray(frame_bytes(bench.part.layout.plane_bytes)))
@@ -437,7 +438,7 @@ def test_a_view_is_only_read() -> None:
         bench.view.get_into([(name, buffer[1:])], deadline=soon())
     assert bench.view.contains([], deadline=soon()) == []
     assert bench.view.get_into([], deadline=soon()) == []
-    assert bench.view.get_into([(name, buffer)], deadline=past()) == [GetStatus.LATE]
+    assert bench.view.get_into([(name, buffer)], deadline=past()) == [Status.LATE]
     assert bench.view.contains([name], deadline=past()) == [False]
     bench.view.close()
     with pytest.raises(ResourceClosed):

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from brain_kit import finish, live, run, the, tier, tokens
 from headwater.build import open_cache, open_local, open_publisher, open_residency
 from headwater.cache.cache import TieredCache
-from headwater.cache.executor import NoHands
+from headwater.cache.executor import NoExecutor
 from headwater.cache.state import Brain
 from headwater.config import (
     CacheConfig,
@@ -29,14 +29,14 @@ from headwater.config import (
 )
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.keys import BlockKey, block_keys
 from headwater.core.page import page_name
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder, Node, Residency, lookup_tokens
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Applied, Change, Kind, State, Update, decode, encode
+from headwater.residency.events import TIERS, Applied, Change, State, Update, UpdateKind, decode, encode
 from headwater.residency.holdings import StoreHoldings
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Holdings, Publisher, Row
@@ -112,9 +112,9 @@ def test_an_eviction_names_exactly_what_left_and_where_it_was() -> None:
     world.ear.heard.clear()
     run(world, "three", "111")
     keys = path_keys(tokens("00001"), ROOTS[0])
-    gone = [key for move in world.ear.heard if isinstance(move, Went) for key in move.keys]
+    gone = [key for move in world.ear.heard if isinstance(move, Removed) for key in move.keys]
     assert gone == [keys[4], keys[3]]
-    update = world.ear.process.herald.next(0.0)
+    update = world.ear.process.session.next(0.0)
     assert update is not None
     none = [change for change in update.changes if change.state is State.NONE]
     assert none == [Change(parent=keys[2], depth=3, keys=(keys[3], keys[4]), state=State.NONE)]
@@ -159,13 +159,13 @@ def test_a_store_that_lost_a_path_is_not_claimed_to_have_its_end() -> None:
 
 def test_who_listens_must_be_there_from_the_start() -> None:
     class Listener:
-        def offer(self, moves: Sequence[Came | Went | Lost]) -> None:
+        def offer(self, moves: Sequence[Stored | Removed | TierLost]) -> None:
             heard.extend(moves)
 
-    heard: list[Came | Went | Lost] = []
+    heard: list[Stored | Removed | TierLost] = []
     config = CacheConfig(num_slots=4, block_tokens=16, block_bytes=10)
     keys = chain("a", 2)
-    cache = TieredCache(Brain(config), NoHands(), clock=SYSTEM_CLOCK)
+    cache = TieredCache(Brain(config), NoExecutor(), clock=SYSTEM_CLOCK)
     cache.match("one", keys, root=ROOT)
     with pytest.raises(InvalidInput, match="before the first request"):
         cache.announce(Listener())
@@ -176,7 +176,7 @@ def test_who_listens_must_be_there_from_the_start() -> None:
     cache.reserve("two", 2)
     cache.commit("two", keys)
     cache.release("two")
-    assert heard == [Came(tier="device", keys=tuple(keys), parent=ROOT, depth=0)]
+    assert heard == [Stored(tier="device", keys=tuple(keys), parent=ROOT, depth=0)]
 
 
 # --- the book ---------------------------------------------------------------------------------------------------------
@@ -233,33 +233,33 @@ def test_a_full_book_still_knows_the_device() -> None:
 
 def test_what_cannot_be_said_for_a_lease_is_dropped_and_said_anew() -> None:
     book, keys = Book(), chain("a", 10)
-    herald = ResidencySession(book, node="a", epoch=1, lease_s=9.0, round_every_s=100.0, slice_blocks=4)
+    session = ResidencySession(book, node="a", epoch=1, lease_s=9.0, round_every_s=100.0, slice_blocks=4)
     index = MemoryResidency(clock=FakeClock())
 
-    def heard(now_s: float) -> list[Kind]:
+    def heard(now_s: float) -> list[UpdateKind]:
         kinds = []
-        while (update := herald.next(now_s)) is not None:
+        while (update := session.next(now_s)) is not None:
             kinds.append(update.kind)
-            herald.heard(index.apply(update, deadline=soon()), now_s)
+            session.heard(index.apply(update, deadline=soon()), now_s)
         return kinds
 
     book.came(DEVICE, keys[:2], ROOT, 0)
-    assert heard(0.0) == [Kind.BEGIN, Kind.END]
+    assert heard(0.0) == [UpdateKind.BEGIN, UpdateKind.END]
     assert heard(2.9) == []
-    assert heard(3.0) == [Kind.CHANGE]  # a sign of life
+    assert heard(3.0) == [UpdateKind.CHANGE]  # a sign of life
     book.went(DEVICE, keys[:2])
     book.came(HOST, keys[2:], keys[1], 2)
     for now_s in (3.1, 6.0, 12.0):
-        assert herald.next(now_s) is herald.next(now_s)
-        herald.heard(Applied.FAILED, now_s)
-    assert (herald.num_dropped, book.num_unsaid, len(book)) == (0, 6, 8)
-    again = herald.next(12.2)
+        assert session.next(now_s) is session.next(now_s)
+        session.heard(Applied.FAILED, now_s)
+    assert (session.num_dropped, book.num_unsaid, len(book)) == (0, 6, 8)
+    again = session.next(12.2)
     assert again is not None
-    assert (again.kind, again.round, herald.num_dropped) == (Kind.BEGIN, 2, 10)
-    assert heard(12.2) == [Kind.BEGIN, Kind.END]
+    assert (again.kind, again.round, session.num_dropped) == (UpdateKind.BEGIN, 2, 10)
+    assert heard(12.2) == [UpdateKind.BEGIN, UpdateKind.END]
     assert [index.lookup([key], deadline=soon()).of("a").host for key in keys] == [0] * 2 + [1] * 8
-    assert herald.due_s() == pytest.approx(15.2)
-    assert heard(112.2)[0] is Kind.BEGIN  # a round is due again
+    assert session.due_s() == pytest.approx(15.2)
+    assert heard(112.2)[0] is UpdateKind.BEGIN  # a round is due again
 
 
 MOVE = st.tuples(st.sampled_from(["came", "went", "take", "say", "stop"]), st.integers(0, 3), st.integers(0, 31))
@@ -306,12 +306,12 @@ def test_who_hears_all_changes_knows_the_book(moves: list[tuple[str, int, int]])
 
 def update(**fields: Any) -> Update:
     change = Change(parent=ROOT, depth=3, keys=tuple(chain("a", 2)), state=State.DEVICE | State.POOL)
-    usual = {"node": "a", "epoch": 1, "sequence": 2, "round": 3, "kind": Kind.CHANGE, "lease_s": 1.5}
+    usual = {"node": "a", "epoch": 1, "sequence": 2, "round": 3, "kind": UpdateKind.CHANGE, "lease_s": 1.5}
     return Update(**{**usual, "changes": (change,), **fields})
 
 
 def test_an_update_survives_json() -> None:
-    for kind in Kind:
+    for kind in UpdateKind:
         one = update(kind=kind)
         assert decode(json.loads(json.dumps(encode(one)))) == one
     assert encode(update())["changes"][0][3] == ["device", "pool"]
@@ -352,7 +352,7 @@ def test_tokens_are_looked_up_by_the_one_key_function() -> None:
     keys = block_keys(ids, parent=ROOT, block_tokens=16)
     index = MemoryResidency()
     row = Change(parent=ROOT, depth=0, keys=tuple(keys[:3]), state=State.HOST)
-    assert index.apply(update(kind=Kind.BEGIN, changes=(row,)), deadline=soon()) is Applied.APPLIED
+    assert index.apply(update(kind=UpdateKind.BEGIN, changes=(row,)), deadline=soon()) is Applied.APPLIED
     found = lookup_tokens(index, ids, root=ROOT, block_tokens=16, deadline=soon())
     assert found == Found(4, (Holder("a", 3, 0, 3, 0, 0),))
     assert found.of("a").host == 3
@@ -366,8 +366,8 @@ def config(**options: Any) -> ResidencyConfig:
     return ResidencyConfig(**{"url": "memory:", "node": "here", "linger_s": 0.0, **options})
 
 
-def came(keys: Sequence[BlockKey], tier: str = "device") -> list[Came]:
-    return [Came(tier=tier, keys=tuple(keys), parent=ROOT, depth=0)]
+def came(keys: Sequence[BlockKey], tier: str = "device") -> list[Stored]:
+    return [Stored(tier=tier, keys=tuple(keys), parent=ROOT, depth=0)]
 
 
 class Outer(Residency):
@@ -410,11 +410,11 @@ def test_what_is_offered_is_heard_and_leaves_with_the_node(index: Outer) -> None
         publisher.offer(came(keys[:700], "host"))
         assert publisher.drain(20)
         assert index.lookup(keys, deadline=soon()).of("here") == Holder("here", 1500, 1500, 700, 0, 0)
-        publisher.offer([Went(tier="device", keys=tuple(keys[600:]))])
+        publisher.offer([Removed(tier="device", keys=tuple(keys[600:]))])
         assert publisher.state(keys[650]) is State.HOST
         assert publisher.drain(20)
         assert index.lookup(keys, deadline=soon()).of("here") == Holder("here", 700, 600, 700, 0, 0)
-    assert index.heard[-1].kind is Kind.LEAVE
+    assert index.heard[-1].kind is UpdateKind.LEAVE
     assert index.nodes(deadline=soon()) == ()
     assert index.lookup(keys, deadline=soon()).holders == ()
     assert [one.sequence for one in index.heard] == list(range(1, len(index.heard) + 1))
@@ -436,8 +436,8 @@ def test_nobody_waits_for_an_index_that_hangs(index: Outer) -> None:
         keys = chain("a", 500)
         for _ in range(50):
             publisher.offer(came(keys))
-            publisher.offer([Went(tier="device", keys=tuple(keys[100:]))])
-        publisher.offer([Lost(tier="pool")])
+            publisher.offer([Removed(tier="device", keys=tuple(keys[100:]))])
+        publisher.offer([TierLost(tier="pool")])
         assert publisher.state(keys[0]) is State.DEVICE
         assert not publisher.drain(0.01)
         assert not publisher.close(0.01)
@@ -467,22 +467,22 @@ def test_an_index_that_fails_and_raises_is_tried_again(index: Outer) -> None:
         assert publisher.drain(20)
         assert index.lookup(keys, deadline=soon()).of("here").device == 3
     assert seen[0] is seen[1] is seen[2]  # the same again, until somebody has heard it
-    assert [one.kind for one in seen[3:5]] == [Kind.BEGIN, Kind.END]  # of a new round
+    assert [one.kind for one in seen[3:5]] == [UpdateKind.BEGIN, UpdateKind.END]  # of a new round
 
 
 def test_an_index_that_never_knows_us_is_not_flooded(index: Outer) -> None:
-    seen: list[Kind] = []
+    seen: list[UpdateKind] = []
 
     def forgetful(update: Update) -> Applied:
         seen.append(update.kind)
-        return Applied.APPLIED if update.kind is Kind.BEGIN else Applied.UNKNOWN
+        return Applied.APPLIED if update.kind is UpdateKind.BEGIN else Applied.UNKNOWN
 
     index.on_apply = forgetful
     with Publisher(index, config()) as publisher:
         publisher.offer(came(chain("a", 3)))
         assert not publisher.drain(0.5)
-    assert 1 <= seen.count(Kind.BEGIN) < 20
-    assert seen[-1] is Kind.LEAVE
+    assert 1 <= seen.count(UpdateKind.BEGIN) < 20
+    assert seen[-1] is UpdateKind.LEAVE
 
 
 def test_a_lost_index_hears_everything_again(index: Outer) -> None:
@@ -500,7 +500,7 @@ def test_a_restarted_process_takes_over_even_with_its_clock_behind(index: Outer)
     keys = chain("a", 2)
     ahead = int((SYSTEM_CLOCK.time() + 3600) * 1000)
     row = Change(parent=ROOT, depth=0, keys=tuple(keys), state=State.DEVICE)
-    index.inner.apply(update(node="here", epoch=ahead, kind=Kind.BEGIN, changes=(row,)), deadline=soon())
+    index.inner.apply(update(node="here", epoch=ahead, kind=UpdateKind.BEGIN, changes=(row,)), deadline=soon())
     with Publisher(index, config()) as publisher:
         assert publisher.drain(20)
         assert index.last_epoch("here", deadline=soon()) == ahead + 1
@@ -515,7 +515,7 @@ def test_a_process_whose_name_was_taken_over_is_silent(index: Outer) -> None:
     with Publisher(index, config(), metrics=metrics) as publisher:
         assert publisher.drain(20)
         epoch = (index.last_epoch("here", deadline=soon()) or 0) + 1
-        index.inner.apply(update(node="here", epoch=epoch, kind=Kind.BEGIN, changes=()), deadline=soon())
+        index.inner.apply(update(node="here", epoch=epoch, kind=UpdateKind.BEGIN, changes=()), deadline=soon())
         publisher.offer(came(chain("a", 1)))
         assert not publisher.drain(0.2)
         num_heard = len(index.heard)
@@ -579,7 +579,7 @@ def test_the_stores_are_asked(index: Outer) -> None:
         assert publisher.drain(20)
         assert index.lookup(keys, deadline=soon()).of("here") == Holder("here", 700, 700, 500, 0, 0)
         assert publisher.state(old) is State.NONE
-        publisher.offer([Lost(tier="host")])
+        publisher.offer([TierLost(tier="host")])
         assert publisher.drain(20)
         assert index.lookup(keys, deadline=soon()).of("here") == Holder("here", 700, 700, 0, 0, 0)
 
@@ -596,7 +596,7 @@ def test_what_happens_while_a_store_is_asked_counts_more_than_its_answer(index: 
         assert publisher.drain(20)
         assert [publisher.state(key) for key in keys] == [State.HOST, State.NONE]
         shelf.there, shelf.on_ask = set(keys), lambda: None
-        shelf.on_list = lambda: publisher.offer([Went(tier="host", keys=(keys[0],))])  # evicted behind its back
+        shelf.on_list = lambda: publisher.offer([Removed(tier="host", keys=(keys[0],))])  # evicted behind its back
         publisher.resync()
         assert publisher.drain(20)
         assert [publisher.state(key) for key in keys] == [State.NONE, State.HOST]
@@ -622,7 +622,7 @@ def test_a_node_that_starts_again_claims_what_its_disk_kept(tmp_path: Path) -> N
         put(store, pages)
         put(store, [sample_page(2, identity=bytes(32)), sample_page(3, expires_at_ms=1 << 50)])
     for wanted in (1100, 600):
-        cache = TieredCache(Brain(cache_config), NoHands(), clock=SYSTEM_CLOCK)
+        cache = TieredCache(Brain(cache_config), NoExecutor(), clock=SYSTEM_CLOCK)
         index = Outer()
         with (
             open_local(store_config) as store,
@@ -690,7 +690,9 @@ def test_a_block_is_held_when_all_its_pages_are() -> None:
 
 
 def test_tiers_that_the_index_cannot_name_are_refused() -> None:
-    cache = TieredCache(Brain(CacheConfig(num_slots=1, block_tokens=1, block_bytes=1)), NoHands(), clock=SYSTEM_CLOCK)
+    cache = TieredCache(
+        Brain(CacheConfig(num_slots=1, block_tokens=1, block_bytes=1)), NoExecutor(), clock=SYSTEM_CLOCK
+    )
     with MemoryStore(1 << 20) as store, pytest.raises(InvalidConfig, match="device, host, disk, pool, not attic"):
         open_publisher(cache, config(), {"attic": store}, identity=IDENTITY)
 

@@ -13,11 +13,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from headwater.config import ResidencyConfig
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
-from headwater.core.events import Came, Went
+from headwater.core.events import Removed, Stored
 from headwater.lab.bench.residency import bench_lookups
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder, Residency
-from headwater.residency.events import Applied, Kind, State
+from headwater.residency.events import Applied, State, UpdateKind
 from headwater.residency.publisher import Publisher
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
@@ -106,15 +106,15 @@ def test_the_index_against_what_nodes_hold(server: Server) -> None:
 def test_blocks_carry_a_time_to_live_that_saying_renews(index: RedisResidency, server: Server) -> None:
     keys = chain("a", 3)
     with server.client() as client:
-        for sequence, kind in enumerate((Kind.BEGIN, Kind.CHANGE), 1):
+        for sequence, kind in enumerate((UpdateKind.BEGIN, UpdateKind.CHANGE), 1):
             index.apply(said(kind, sequence, keys), deadline=soon())
             assert all(5_000_000 < int(client.pttl(PREFIX + key)) <= 5_400_000 for key in keys)
             for key in keys:
                 client.pexpire(PREFIX + key, 60_000)
-        index.apply(said(Kind.BEGIN, 1, keys, node="b"), deadline=soon())
+        index.apply(said(UpdateKind.BEGIN, 1, keys, node="b"), deadline=soon())
         for key in keys:
             client.pexpire(PREFIX + key, 60_000)
-        index.apply(said(Kind.CHANGE, 2, keys, State.NONE, node="b"), deadline=soon())
+        index.apply(said(UpdateKind.CHANGE, 2, keys, State.NONE, node="b"), deadline=soon())
         assert all(0 < int(client.pttl(PREFIX + key)) <= 60_000 for key in keys)  # who goes renews nothing
 
 
@@ -122,7 +122,7 @@ def test_a_look_up_and_an_update_are_one_round_trip_each(
     index: RedisResidency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain("a", 3000)
-    index.apply(said(Kind.BEGIN, 1, keys[:1]), deadline=soon())
+    index.apply(said(UpdateKind.BEGIN, 1, keys[:1]), deadline=soon())
     index.lookup(keys[:1], deadline=soon())  # now the server knows the scripts
     asked: list[int] = []
     ask = RedisLines.ask
@@ -132,7 +132,7 @@ def test_a_look_up_and_an_update_are_one_round_trip_each(
         return ask(lines, commands, deadline)
 
     monkeypatch.setattr(RedisLines, "ask", counting)
-    assert index.apply(said(Kind.CHANGE, 2, keys), deadline=soon()) is Applied.APPLIED
+    assert index.apply(said(UpdateKind.CHANGE, 2, keys), deadline=soon()) is Applied.APPLIED
     assert held(index, keys) == {"a": (3000, 3000, 0, 0, 0)}
     assert asked == [1, 1]
 
@@ -140,16 +140,16 @@ def test_a_look_up_and_an_update_are_one_round_trip_each(
 def test_what_the_dead_said_is_cleared_away_by_the_living(index: RedisResidency, server: Server) -> None:
     keys = chain("a", 3)
     for epoch in range(1, 6):  # five lives of a node, four of which ended without a word
-        index.apply(said(Kind.BEGIN, 1, keys, epoch=epoch), deadline=soon())
-    index.apply(said(Kind.BEGIN, 1, keys, node="b", lease_s=0.001), deadline=soon())
+        index.apply(said(UpdateKind.BEGIN, 1, keys, epoch=epoch), deadline=soon())
+    index.apply(said(UpdateKind.BEGIN, 1, keys, node="b", lease_s=0.001), deadline=soon())
     while any(node.name == "b" for node in index.nodes(deadline=soon()) or ()):
         pass
     assert held(index, keys) == {"a": (3, 3, 0, 0, 0)}
-    index.apply(said(Kind.BEGIN, 1, keys[:2], node="c"), deadline=soon())
+    index.apply(said(UpdateKind.BEGIN, 1, keys[:2], node="c"), deadline=soon())
     with server.client() as client:
         assert [client.strlen(PREFIX + key) for key in keys] == [18, 18, 18]  # a and c; a and b, which is dead
         assert client.hlen(PREFIX + b"terms") == 3
-    index.apply(said(Kind.CHANGE, 2, keys, State.NONE, epoch=5), deadline=soon())
+    index.apply(said(UpdateKind.CHANGE, 2, keys, State.NONE, epoch=5), deadline=soon())
     with server.client() as client:
         assert [client.strlen(PREFIX + key) for key in keys] == [9, 9, 0]
 
@@ -163,12 +163,12 @@ def test_what_others_left_under_our_names_is_no_claim(index: RedisResidency, ser
         client.hset(PREFIX + b"terms", b"x" * 8, b"no term")
     assert held(index, keys) == {}
     assert index.nodes(deadline=soon()) == ()
-    assert index.apply(said(Kind.BEGIN, 1, keys), deadline=soon()) is Applied.APPLIED
+    assert index.apply(said(UpdateKind.BEGIN, 1, keys), deadline=soon()) is Applied.APPLIED
     assert held(index, keys) == {"a": (5, 5, 0, 0, 0)}
     with server.client() as client:
         client.delete(PREFIX + b"nodes")
         client.set(PREFIX + b"nodes", b"not even a hash")
-    assert index.apply(said(Kind.CHANGE, 2, keys), deadline=soon()) is Applied.FAILED
+    assert index.apply(said(UpdateKind.CHANGE, 2, keys), deadline=soon()) is Applied.FAILED
     assert index.nodes(deadline=soon()) is None
     assert index.last_epoch("a", deadline=soon()) is None
 
@@ -184,14 +184,14 @@ def test_a_server_that_hangs_holds_nobody_up(server: Server) -> None:
         RedisResidency(server.url, metrics=metrics) as index,
         Publisher(RedisResidency(server.url), config, metrics=metrics) as publisher,
     ):
-        publisher.offer([Came(tier="device", keys=tuple(keys), parent=ROOT, depth=0)])
+        publisher.offer([Stored(tier="device", keys=tuple(keys), parent=ROOT, depth=0)])
         assert publisher.drain(20)
         assert held(index, keys) == {"here": (600, 600, 0, 0, 0)}
         server.signal(signal.SIGSTOP)
         try:
             for at in range(600):
-                publisher.offer([Came(tier="host", keys=(more[at],), parent=ROOT, depth=0)])
-                publisher.offer([Went(tier="device", keys=(keys[599 - at],))])
+                publisher.offer([Stored(tier="host", keys=(more[at],), parent=ROOT, depth=0)])
+                publisher.offer([Removed(tier="device", keys=(keys[599 - at],))])
             for _ in range(2):
                 deadline = Deadline.after(0.2)
                 assert index.lookup(keys, deadline=deadline) == Found(600, answered=False)
@@ -217,10 +217,10 @@ def test_a_server_that_is_restarted_hears_everything_again(tmp_path: Path) -> No
     try:
         server.start()
         with RedisResidency(server.url) as index, Publisher(RedisResidency(server.url), config) as publisher:
-            publisher.offer([Came(tier="device", keys=tuple(keys), parent=ROOT, depth=0)])
+            publisher.offer([Stored(tier="device", keys=tuple(keys), parent=ROOT, depth=0)])
             assert publisher.drain(20)
             server.kill()
-            publisher.offer([Went(tier="device", keys=tuple(keys[1000:]))])
+            publisher.offer([Removed(tier="device", keys=tuple(keys[1000:]))])
             assert not publisher.drain(0.2)
             server.start()
             assert publisher.drain(30)
@@ -235,7 +235,7 @@ def test_a_server_that_is_restarted_hears_everything_again(tmp_path: Path) -> No
             assert held(index, keys) == {"here": (1000, 1000, 0, 0, 0)}
         server.kill()
         with RedisResidency(server.url) as index:  # that nobody is there is found at once, and costs nothing
-            assert index.apply(said(Kind.BEGIN, 1, keys), deadline=soon()) is Applied.FAILED
+            assert index.apply(said(UpdateKind.BEGIN, 1, keys), deadline=soon()) is Applied.FAILED
             assert index.lookup(keys, deadline=soon()) == Found(1200, answered=False)
             assert index.nodes(deadline=soon()) is None
     finally:
@@ -244,16 +244,16 @@ def test_a_server_that_is_restarted_hears_everything_again(tmp_path: Path) -> No
 
 def test_an_update_that_arrives_after_all_is_heard_once(server: Server, index: RedisResidency) -> None:
     keys = chain("a", 2)
-    index.apply(said(Kind.BEGIN, 1, keys), deadline=soon())
-    index.apply(said(Kind.END, 2, []), deadline=soon())
+    index.apply(said(UpdateKind.BEGIN, 1, keys), deadline=soon())
+    index.apply(said(UpdateKind.END, 2, []), deadline=soon())
     server.signal(signal.SIGSTOP)
     try:
-        gone = said(Kind.CHANGE, 3, keys[1:], State.NONE)
+        gone = said(UpdateKind.CHANGE, 3, keys[1:], State.NONE)
         assert index.apply(gone, deadline=Deadline.after(0.1)) is Applied.FAILED
     finally:
         server.signal(signal.SIGCONT)
     assert index.apply(gone, deadline=soon()) in (Applied.STALE, Applied.APPLIED)
-    assert index.apply(said(Kind.CHANGE, 4, keys[1:]), deadline=soon()) is Applied.APPLIED
+    assert index.apply(said(UpdateKind.CHANGE, 4, keys[1:]), deadline=soon()) is Applied.APPLIED
     assert held(index, keys) == {"a": (2, 2, 0, 0, 0)}
 
 
@@ -266,14 +266,14 @@ def test_a_full_server_fails_and_still_answers(tmp_path: Path) -> None:
             while answer is Applied.APPLIED:
                 keys = chain(f"{sequence}", 500)
                 sequence += 1
-                kind = Kind.CHANGE if sequence > 1 else Kind.BEGIN
+                kind = UpdateKind.CHANGE if sequence > 1 else UpdateKind.BEGIN
                 answer = index.apply(said(kind, sequence, keys), deadline=soon())
             assert answer is Applied.FAILED
             assert sequence > 2
             assert held(index, chain("0", 500)) == {"a": (500, 500, 0, 0, 0)}
             with server.client() as client:
                 client.config_set("maxmemory", "0")
-            assert index.apply(said(Kind.CHANGE, sequence, keys), deadline=soon()) is Applied.APPLIED
+            assert index.apply(said(UpdateKind.CHANGE, sequence, keys), deadline=soon()) is Applied.APPLIED
             assert held(index, keys) == {"a": (500, 500, 0, 0, 0)}
     finally:
         server.kill()
@@ -290,8 +290,8 @@ def test_many_nodes_speak_at_once(server: Server) -> None:
     def work(number: int) -> None:
         for step in range(40):
             cut = (7 * step + 13 * number) % 64
-            publishers[number].offer([Went(tier="device", keys=tuple(keys[cut:]))])
-            publishers[number].offer([Came(tier="device", keys=tuple(keys[: cut + 1]), parent=ROOT, depth=0)])
+            publishers[number].offer([Removed(tier="device", keys=tuple(keys[cut:]))])
+            publishers[number].offer([Stored(tier="device", keys=tuple(keys[: cut + 1]), parent=ROOT, depth=0)])
             if step % 8 == number:
                 publishers[number].resync()
 

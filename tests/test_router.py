@@ -23,15 +23,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fleet_kit import Signed
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
+from headwater.core.results import Reason
 from headwater.core.role import Role
 from headwater.disagg.events import EventReader, NotEvents, event_of
-from headwater.disagg.heartbeat import Heartbeat, Load, Rates
-from headwater.disagg.outcome import Reason
+from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.metrics import Metrics
 from headwater.residency.base import Found, Holder
-from headwater.router.choice import Choice, Held, How, NodeFacts, Size, choose_decode, choose_entry
+from headwater.router.choice import Held, How, NodeChoice, NodeFacts, Size, choose_decode, choose_entry
 from headwater.router.lookup import Ask, Looker, held_of
-from headwater.router.nodes import Came, NodeRefused, NodeSlot, NodeTable
+from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeSlot, NodeTable
 from headwater.router.relay import PREFILL_AGAIN, Trouble, judge
 from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
@@ -52,7 +52,7 @@ def beat(name: str = "n", role: Role = Role.MIXED, **changes: Any) -> Heartbeat:
         "layout": LAYOUT,
         "block_tokens": 16,
         "lease_s": 10.0,
-        "load": Load(free_slots=4),
+        "load": NodeLoad(free_slots=4),
     }
     return Heartbeat(**{**given, **changes})
 
@@ -89,7 +89,7 @@ def usable(one: NodeFacts) -> bool:
     return one.free_slots > 0 and not one.draining and not one.resting
 
 
-def names(choice: Choice) -> list[str]:
+def names(choice: NodeChoice) -> list[str]:
     return [one.node for one in choice.candidates]
 
 
@@ -212,7 +212,7 @@ class TableMachine(RuleBasedStateMachine):
         self.there: dict[str, Heartbeat] = {}
         self.until: dict[str, float] = {}
         self.drained: dict[str, int] = {}
-        self.visits: list[tuple[NodeSlot, str]] = []
+        self.slots: list[tuple[NodeSlot, str]] = []
         self.free: dict[str, int] = {}
 
     @rule(
@@ -224,7 +224,7 @@ class TableMachine(RuleBasedStateMachine):
         free=st.integers(0, 3),
     )
     def hear(self, name: str, role: Role, epoch: int, kind: int, lease_s: float, free: int) -> None:
-        said = beat(name, role, epoch=epoch, block_tokens=kind, lease_s=lease_s, load=Load(free_slots=free))
+        said = beat(name, role, epoch=epoch, block_tokens=kind, lease_s=lease_s, load=NodeLoad(free_slots=free))
         known = self.there.get(name)
         fits = all(one.block_tokens == kind for other, one in self.there.items() if other != name)
         if known is not None and (epoch < known.epoch or (epoch == known.epoch and role is not known.role)):
@@ -237,19 +237,19 @@ class TableMachine(RuleBasedStateMachine):
             return
         came = self.table.heard(said, self.now_s)
         if lease_s == 0:
-            assert came is Came.LEFT
+            assert came is HeartbeatKind.LEFT
             self.forget(name)
             return
         same = known is not None and known.epoch == epoch
-        assert came is (Came.KNOWN if same else Came.NEW)
+        assert came is (HeartbeatKind.KNOWN if same else HeartbeatKind.NEW)
         if not same:
-            self.visits = [(visit, "") if of == name else (visit, of) for visit, of in self.visits]
+            self.slots = [(slot, "") if of == name else (slot, of) for slot, of in self.slots]
         self.there[name], self.until[name], self.free[name] = said, self.now_s + lease_s, free
 
     def forget(self, name: str) -> None:
         for known in (self.there, self.until, self.free):
             known.pop(name, None)
-        self.visits = [(visit, "") if of == name else (visit, of) for visit, of in self.visits]
+        self.slots = [(slot, "") if of == name else (slot, of) for slot, of in self.slots]
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def pass_time(self, seconds: float) -> None:
@@ -271,28 +271,28 @@ class TableMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.there)
     @rule(data=st.data(), tokens=st.integers(0, 100))
-    def visit(self, data: st.DataObject, tokens: int) -> None:
+    def take_slot(self, data: st.DataObject, tokens: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.there)))
         resting = next(one.resting for one in self.table.facts(self.now_s) if one.name == name)
-        visit = self.table.visit(name, tokens=tokens, now_s=self.now_s)
-        assert (visit is None) is resting
-        if visit is not None:
-            self.visits.append((visit, name))
+        slot = self.table.take_slot(name, tokens=tokens, now_s=self.now_s)
+        assert (slot is None) is resting
+        if slot is not None:
+            self.slots.append((slot, name))
             self.free[name] -= 1
 
-    @precondition(lambda self: self.visits)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data(), end=st.sampled_from(["well", "refused", "failed", "broken", "unproven"]))
     def end(self, data: st.DataObject, end: str) -> None:
-        visit, name = self.visits.pop(data.draw(st.integers(0, len(self.visits) - 1)))
+        slot, name = self.slots.pop(data.draw(st.integers(0, len(self.slots) - 1)))
         if end == "well":
-            self.table.went_well(visit)
+            self.table.went_well(slot)
         elif end == "refused":
-            self.table.refused(visit, self.now_s)
+            self.table.refused(slot, self.now_s)
         elif end == "unproven":
-            self.table.unproven(visit, self.now_s)
+            self.table.unproven(slot, self.now_s)
         else:
-            self.table.failed(visit, self.now_s, at_once=end == "broken")
-        visit.end()
+            self.table.failed(slot, self.now_s, at_once=end == "broken")
+        slot.end()
         facts = {one.name: one for one in self.table.facts(self.now_s)}
         if name:
             self.free[name] += 1
@@ -308,11 +308,11 @@ class TableMachine(RuleBasedStateMachine):
         assert set(facts) == set(self.there)
         assert len({one.block_tokens for one in self.there.values()}) <= 1
         for name, one in facts.items():
-            mine = [visit for visit, of in self.visits if of == name]
+            mine = [slot for slot, of in self.slots if of == name]
             assert one.draining is (self.drained.get(name) == self.there[name].epoch)
             assert one.free_slots in (0, max(0, self.free[name]))
             assert one.num_requests == len(mine)
-            assert one.pending_tokens == sum(visit._tokens for visit in mine)
+            assert one.pending_tokens == sum(slot._tokens for slot in mine)
 
 
 TestTable = TableMachine.TestCase
@@ -332,12 +332,14 @@ def test_a_node_that_does_not_fit_is_told_what_to_change() -> None:
             table.heard(beat("b", Role.DECODE, **changes), 1.0)
     with pytest.raises(NodeRefused, match="name of its own"):
         table.heard(beat("a", Role.PREFILL, url="http://elsewhere:1"), 1.0)
-    assert table.heard(beat("b", Role.DECODE, block_tokens=32), 10.0) is Came.NEW  # the other's lease is over
+    assert table.heard(beat("b", Role.DECODE, block_tokens=32), 10.0) is HeartbeatKind.NEW  # the other's lease is over
 
 
 def test_a_heartbeat_is_what_it_was() -> None:
     rates = Rates(prefill_tokens_per_s=5.0)
-    said = beat("a", Role.DECODE, epoch=7, rates=rates, load=Load(running=1, waiting=2, free_slots=3), draining=True)
+    said = beat(
+        "a", Role.DECODE, epoch=7, rates=rates, load=NodeLoad(running=1, waiting=2, free_slots=3), draining=True
+    )
     assert Heartbeat.read(json.loads(json.dumps({**said.document(), "newer": 1}))) == said
     wrong: list[tuple[str, object]] = [
         ("node", ""), ("node", 5), ("url", "ftp://a:1"), ("url", "http://a:1/x"), ("url", "http://u:p@a:1"),
@@ -511,14 +513,14 @@ def test_a_machine_that_stood_still_past_a_deadline_begins_nothing_more() -> Non
     async def main() -> None:
         loop = asyncio.get_running_loop()
         router = Router(RouterConfig(), metrics=Metrics())
-        router.heard(beat("n", url="http://127.0.0.1:1", load=Load(free_slots=0)))
+        router.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=0)))
         call = Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="one", until_s=loop.time() + 0.2)
         nobody: Any = None
         asking = asyncio.create_task(router.route(call, nobody))
         await asyncio.sleep(0.05)
         assert router.state()["queues"]["waiting_for_entry"] == 1
         time.sleep(0.3)  # the machine stands still
-        router.heard(beat("n", url="http://127.0.0.1:1", load=Load(free_slots=1)))
+        router.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=1)))
         with pytest.raises(NoAnswer) as raised:
             await asking
         assert raised.value.status == 504

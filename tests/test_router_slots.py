@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.core.role import Role
-from headwater.disagg.heartbeat import Heartbeat, Load
+from headwater.disagg.heartbeat import Heartbeat, NodeLoad
 from headwater.disagg.width import num_choices, num_prompts
 from headwater.metrics import Metrics
 from headwater.router.choice import NodeFacts, Size, choose_decode, choose_entry
 from headwater.router.nodes import NodeTable
 from headwater.router.relay import Relay, Trouble
-from headwater.router.routed_request import Attempt, Call, Phase, RoutedRequest
+from headwater.router.routed_request import Attempt, Call, RoutedRequest, RoutePhase
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
 from headwater.router.wait_line import WaitLine
-from headwater.router.whole import PARSED_BYTES, WholeAnswer
+from headwater.router.whole import PARSED_BYTES, WholeNodeAnswer
 from headwater.serve.reading import large_routable
 from router_kit import IDENTITY, LAYOUT, WAIT_S, world
 
@@ -240,19 +240,19 @@ def test_everybody_gets_through_in_the_order_of_its_line(guests: list[tuple[int,
 
 BEAT = Heartbeat(
     node="n", url="http://127.0.0.1:1", role=Role.MIXED, model="m", identity=IDENTITY, block_tokens=16, layout=LAYOUT,
-    lease_s=6.0, load=Load(free_slots=4),
+    lease_s=6.0, load=NodeLoad(free_slots=4),
 )  # fmt: skip
 
 
 def test_a_node_that_answers_is_there_however_late_its_heartbeat_is() -> None:
     table = NodeTable()
     table.heard(BEAT, 0.0)
-    visit = table.visit("n", tokens=1, now_s=1.0)
-    assert visit is not None
-    table.lives(visit, 5.0)
+    slot = table.take_slot("n", tokens=1, now_s=1.0)
+    assert slot is not None
+    table.lives(slot, 5.0)
     assert table.expire(10.0) == []
     assert table.expire(11.0) == ["n"]
-    table.lives(visit, 11.0)  # it has gone: it must come again
+    table.lives(slot, 11.0)  # it has gone: it must come again
     assert table.facts(11.0) == []
 
 
@@ -312,12 +312,12 @@ def test_what_a_node_is_left_alone_for(trouble: Trouble, heard_s: float, *, rest
     async def main() -> None:
         router = Router(RouterConfig(probe_timeout_s=1.0), metrics=Metrics())
         router.nodes.heard(BEAT, 0.0)
-        asked, other = (router.nodes.visit("n", tokens=1, now_s=0.0) for _ in range(2))
+        asked, other = (router.nodes.take_slot("n", tokens=1, now_s=0.0) for _ in range(2))
         assert asked is not None
         assert other is not None
         router.nodes.lives(other, heard_s)
         way = routed()
-        way.attempts.append(Attempt(phase=Phase.MIXED, node="n", began_s=10.0))
+        way.attempts.append(Attempt(phase=RoutePhase.MIXED, node="n", began_s=10.0))
         router._asker._blame(way, asked, trouble, 20.0)
         assert asked.entry.facts(20.0).resting is rests
         await router.aclose()
@@ -355,7 +355,7 @@ def test_a_large_answer_is_what_a_small_one_would_be(
     if not last:
         document |= {"kv_transfer_params": None, "more": [after]}
     body = json.dumps(document, ensure_ascii=ascii_only, separators=separators).encode()
-    read = WholeAnswer.read(body)
+    read = WholeNodeAnswer.read(body)
     assert read is not None
     found = json.loads(read.content(routed()))
     told = found["usage"].pop("headwater", None)
@@ -382,7 +382,7 @@ def test_a_large_answer_is_what_a_small_one_would_be(
     ],
 )
 def test_what_is_no_answer(body: bytes) -> None:
-    assert WholeAnswer.read(body) is None
+    assert WholeNodeAnswer.read(body) is None
 
 
 def test_a_large_answer_without_a_usage_goes_on_as_it_came() -> None:
@@ -394,7 +394,7 @@ def test_a_large_answer_without_a_usage_goes_on_as_it_came() -> None:
         b'"b": 1}',
     ):
         body = b'{"choices": [' + b"1," * 100_000 + b"1], " + end
-        read = WholeAnswer.read(body)
+        read = WholeNodeAnswer.read(body)
         assert read is not None
         assert json.loads(read.content(routed())) == json.loads(body)
 

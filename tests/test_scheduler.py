@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.engine.request import Phase, Request, Sampling
+from headwater.engine.request import Request, RequestPhase, Sampling
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
 
 BLOCK = 4
@@ -41,7 +41,7 @@ class Room:
         if not self.grow(request, len(request.tokens) + 1):
             del self.held[request]
             return False
-        request.phase = Phase.LOADING
+        request.phase = RequestPhase.LOADING
         return True
 
     def loaded(self, request: Request) -> bool:
@@ -90,7 +90,7 @@ def compute(made: Scheduler, room: Room, work: Sequence[Work]) -> None:
         one.request.num_computed = one.end
         if one.early:
             room.loading.discard(one.request)
-            one.request.phase = Phase.RUNNING
+            one.request.phase = RequestPhase.RUNNING
         if samples:
             one.request.tokens.append(2)
             if one.request.num_generated >= one.request.sampling.max_tokens:
@@ -126,7 +126,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
         [(request, 19, 20)],
         [(request, 20, 21)],
     ]
-    assert (made.idle, request.phase, request.num_generated) == (True, Phase.OVER, 3)
+    assert (made.idle, request.phase, request.num_generated) == (True, RequestPhase.OVER, 3)
 
 
 def test_only_the_last_chunk_samples() -> None:
@@ -204,7 +204,7 @@ def test_one_that_loads_computes_behind_its_bytes_if_nobody_else_has_work() -> N
     compute(made, room, [early])
     assert step(made, room) == [(loads, 28, 30)]
     assert not made.plan(0.0)[0].early
-    assert other.phase is Phase.LOADING
+    assert other.phase is RequestPhase.LOADING
 
 
 def test_one_that_computed_for_nothing_goes_on_with_what_came() -> None:
@@ -215,7 +215,7 @@ def test_one_that_computed_for_nothing_goes_on_with_what_came() -> None:
     assert step(made, room) == []
     room.first_layer.add(request)
     assert made.plan(0.0) == [Work(request, 4, 7, early=True)]  # and then a block does not come
-    assert request.phase is Phase.LOADING
+    assert request.phase is RequestPhase.LOADING
     room.loading.clear()
     room.cached[request] = 0
     assert step(made, room) == [(request, 0, 7)]
@@ -258,7 +258,7 @@ def test_the_youngest_gives_way_and_is_the_next_to_come_back() -> None:
     old, middle, young = requests
     assert [request for request, _, _ in work] == [old, middle]
     assert list(made.waiting) == [young, later]
-    assert (young.phase, young.preemptions, young.num_computed) == (Phase.WAITING, 1, 0)
+    assert (young.phase, young.preemptions, young.num_computed) == (RequestPhase.WAITING, 1, 0)
     assert young not in room.held
     assert (old.preemptions, middle.preemptions) == (0, 0)
     assert young.num_generated == 5  # what it has said it keeps
@@ -289,7 +289,7 @@ def test_one_that_loads_gives_way_too() -> None:
     room.num_blocks = 2
     work = step(made, room)
     assert work == [(old, 3, 4)]
-    assert (loads.phase, loads in room.held) == (Phase.WAITING, False)
+    assert (loads.phase, loads in room.held) == (RequestPhase.WAITING, False)
 
 
 def test_with_nobody_younger_it_gives_way_itself() -> None:
@@ -365,7 +365,7 @@ def test_one_that_is_over_is_nowhere() -> None:
         room.release(request)
         made.remove(request)
         made.remove(request)  # whoever is second changes nothing
-        assert request.phase is Phase.OVER
+        assert request.phase is RequestPhase.OVER
         assert request not in [*made.running, *made.waiting]
     assert made.idle
     assert made.plan(0.0) == []
@@ -420,7 +420,7 @@ def test_everybody_comes_to_an_end_whatever_happens(
         request for request in everybody if request in admitted and not request.preemptions
     ]  # in the order they came
     for request in everybody:
-        assert request.phase is Phase.OVER
+        assert request.phase is RequestPhase.OVER
         assert request in gone or request.num_generated == request.sampling.max_tokens
 
 
@@ -430,14 +430,14 @@ def check_plan(made: Scheduler, room: Room, work: list[Work], tokens: int, runni
     assert not set(made.running) & set(made.waiting)
     assert len({one.request for one in work}) == len(work)
     assert set(room.held) == set(made.running)
-    assert all(request.phase is Phase.WAITING for request in made.waiting)
+    assert all(request.phase is RequestPhase.WAITING for request in made.waiting)
     ends = {one.request: one.end for one in work}
     for one in work:
-        assert one.request.phase is (Phase.LOADING if one.early else Phase.RUNNING)
+        assert one.request.phase is (RequestPhase.LOADING if one.early else RequestPhase.RUNNING)
         assert len(work) == 1 or not one.early
         assert one.start == one.request.num_computed < one.end <= len(one.request.tokens)
         assert one.end <= room.held[one.request] * BLOCK
-    able = [request for request in made.running if request.phase is Phase.RUNNING]
+    able = [request for request in made.running if request.phase is RequestPhase.RUNNING]
     talkers = [request for request in able if request.generating]
     readers = [request for request in able if not request.generating]
     assert all(request in ends for request in talkers)

@@ -14,7 +14,7 @@ from headwater.engine.loader import load_tokenizer
 from headwater.engine.models.base import Model
 from headwater.engine.request import TokenLogprob
 from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Likelihood, Piece, Transcript
+from headwater.serve.answer import Likelihood, TextPiece, Transcript
 from serve_kit import Served, directory, model, served, serving
 
 __all__ = ["directory", "model", "served"]  # fixtures
@@ -167,7 +167,7 @@ def test_a_transcript_is_the_same_however_it_is_cut(directory: Path) -> None:
     tokens = tokenizer.encode(said, add_special_tokens=False)
     told = [TokenLogprob(token, -1.0, ()) for token in tokens]
 
-    def run(*stops: str) -> tuple[list[Piece], Transcript]:
+    def run(*stops: str) -> tuple[list[TextPiece], Transcript]:
         transcript = Transcript(tokenizer.stream(), stops)
         pieces = [transcript.push([token], [one]) for token, one in zip(tokens, told, strict=True)]
         return [*pieces, transcript.finish()], transcript

@@ -69,7 +69,7 @@ def by_tier(usage: dict[str, Any]) -> dict[str, int]:
 def test_two_processes_on_one_mooncake_pool(directory: Path, tmp_path: Path) -> None:
     with MooncakePool(segment_bytes=64 << 20, lease_ms=2000) as pool:
         plain = ["--model", str(directory), "--host-mib", "0", "--disk-mib", "0", "--num-blocks", "64"]
-        patient = ["--look-timeout", str(WAIT_S), "--load-timeout", str(WAIT_S)]
+        patient = ["--probe-timeout", str(WAIT_S), "--load-timeout", str(WAIT_S)]
         shared = [*plain, *patient, "--pool", pool.config().url]
         with process(shared, tmp_path / "first.log") as url:
             text, usage = ask(url)

@@ -49,9 +49,9 @@ def command(here: Served, *words: str) -> Any:
 
 
 def reader_of(here: Served) -> VerifiedStore:
-    hands = here.running.cache._hands
-    assert isinstance(hands, Worker)
-    return hands._tiers["disk"].reader
+    executor = here.running.cache._executor
+    assert isinstance(executor, Worker)
+    return executor._tiers["disk"].reader
 
 
 def switch_off(here: Served) -> None:
@@ -118,7 +118,7 @@ def test_one_of_several_is_revived_by_its_name(here: Served) -> None:
 
 def test_what_cannot_be_put_right_is_said(here: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     switch_off(here)
-    monkeypatch.setattr(here.running.cache._hands, "revive", lambda name: False)
+    monkeypatch.setattr(here.running.cache._executor, "revive", lambda name: False)
     shown = command(here)
     assert shown.exit_code == 1
     assert "disk is still off" in shown.stdout

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headwater.config import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.engine.models.base import Model
-from headwater.engine.request import Output, Phase, Request, Sampling
+from headwater.engine.request import Output, Request, RequestPhase, Sampling
 from headwater.serve.sockets import listen
 from serve_kit import Served, directory, model, served, serving
 
@@ -339,7 +339,7 @@ def test_a_preempted_request_can_be_cancelled(directory: Path, model: Model) -> 
             for request in requests:
                 engine.submit(request)
             small.until(lambda: any(one.preemptions for one in requests))  # noqa: B023
-            for request in sorted(requests, key=lambda one: one.phase is not Phase.WAITING):
+            for request in sorted(requests, key=lambda one: one.phase is not RequestPhase.WAITING):
                 engine.cancel(request)
             small.until_free()
 

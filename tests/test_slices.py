@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import header_bytes
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
@@ -57,20 +58,20 @@ class Scripted(Store):
             return "late"
         return "fails" if what == "fails" and at == where else "ok"
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         number = self._begin(pages, deadline)
         results = []
         for at, (name, frame) in enumerate(pages):
             done = self._page(number, at, deadline)
             if done == "ok":
-                results.append(PutStatus.EXISTS if name in self.frames else PutStatus.STORED)
+                results.append(Status.EXISTS if name in self.frames else Status.STORED)
                 self.frames.setdefault(name, bytes(frame))
             else:
-                results.append(PutStatus.LATE if done == "late" else PutStatus.NO_ROOM)
+                results.append(Status.LATE if done == "late" else Status.NO_ROOM)
         self.over_s.append(self.clock.monotonic())
         return results
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         number = self._begin(pages, deadline)
         results = []
         for at, (name, buffer) in enumerate(pages):
@@ -78,8 +79,8 @@ class Scripted(Store):
             if done == "ok" and name in self.frames:
                 buffer[:] = self.frames[name]
             results.append(
-                {"late": GetStatus.LATE, "fails": GetStatus.FAILED}.get(done)
-                or (GetStatus.HIT if name in self.frames else GetStatus.MISS)
+                {"late": Status.LATE, "fails": Status.FAILED}.get(done)
+                or (Status.HIT if name in self.frames else Status.MISS)
             )
         return results
 
@@ -91,8 +92,8 @@ class Scripted(Store):
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         return [name in self.frames for name in names]
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
-        return [DeleteStatus.REMOVED if self.frames.pop(name, None) else DeleteStatus.ABSENT for name in names]
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
+        return [Status.REMOVED if self.frames.pop(name, None) else Status.ABSENT for name in names]
 
     def blocks(self) -> list[int]:
         return sorted(AT[name] for name in self.frames)
@@ -288,7 +289,7 @@ class Watching(MemoryStore):
         self.notes: list[tuple[str, int]] = []
         self.asked: list[list[int]] = []
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         blocks = [AT[name] for name, _ in pages]
         self.notes.append(("begin", blocks[0]))
         self.during(blocks)
@@ -296,7 +297,7 @@ class Watching(MemoryStore):
         self.notes.append(("end", blocks[0]))
         return results
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         self.asked.append([AT[name] for name, _ in pages])
         return super().get_into(pages, deadline=deadline)
 

@@ -462,7 +462,7 @@ def check_nothing_is_held(served: Served, soak: Soak) -> None:
         assert not [*brain.requests, *brain.jobs, *brain.pending, *brain.loader.promoting]
         for tier in brain.tiers.values():
             assert (tier.queued_load_bytes, tier.queued_save_bytes, tier.num_pinning) == (0, 0, 0)
-    worker = running.cache._hands
+    worker = running.cache._executor
     assert isinstance(worker, Worker)
     assert worker.num_held_pages == 0
     assert not worker._ledger.live

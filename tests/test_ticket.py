@@ -22,8 +22,8 @@ from headwater.disagg.protocol import (
     MAX_NAME_CHARS,
     MAX_TICKET_BYTES,
     MAX_TOP,
-    Finish,
     FirstToken,
+    FirstTokenFinish,
     SamplerState,
     Tail,
     Ticket,
@@ -91,13 +91,19 @@ SAMPLERS = st.builds(
     st.sampled_from(SIZES),
     FIRSTS,
     SAMPLERS,
-    st.sampled_from(Finish),
+    st.sampled_from(FirstTokenFinish),
     st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=MAX_NAME_CHARS),
     st.integers(1, (1 << 63) - 1),
     st.integers(1, 8),
 )
 def test_what_is_said_arrives(
-    num_tokens: int, first: FirstToken, sampler: SamplerState, finish: Finish, name: str, expires: int, tp: int
+    num_tokens: int,
+    first: FirstToken,
+    sampler: SamplerState,
+    finish: FirstTokenFinish,
+    name: str,
+    expires: int,
+    tp: int,
 ) -> None:
     one = ticket(
         num_tokens, first=first, sampler=sampler, finish=finish, request=name, expires_at_ms=expires, tp_size=tp
@@ -116,7 +122,7 @@ def test_blocks_of_a_ticket(num_tokens: int) -> None:
     assert len(one.keys) == num_tokens // B
     assert (one.tail is None) == (num_tokens % B == 0)
     assert not one.over
-    over = ticket(num_tokens, finish=Finish.STOP)
+    over = ticket(num_tokens, finish=FirstTokenFinish.STOP)
     assert over.over
     assert over.num_blocks == 0
 
@@ -269,7 +275,7 @@ def test_a_ticket_cannot_be_made_wrong_either() -> None:
         {"keys": (one.keys[0], one.keys[0])},
         {"keys": (one.keys[0], b"short")},
         {"nonce": b"short"},
-        {"finish": Finish.STOP},
+        {"finish": FirstTokenFinish.STOP},
         {"finish": "stop"},
         {"keys": tuple(BlockKey(digest(str(at))) for at in range(MAX_BLOCKS + 1))},
     ):
@@ -367,7 +373,7 @@ def test_a_ticket_is_of_its_prompt_only() -> None:
         said = check_prompt(ticket(), other, identity=identity(), **options)
         assert said is not None, words
         assert words in said
-    over = ticket(finish=Finish.STOP)
+    over = ticket(finish=FirstTokenFinish.STOP)
     assert check_prompt(over, ids, identity=identity()) is None
     assert check_prompt(over, ids[1:], identity=identity()) is not None
     with pytest.raises(InvalidInput, match="at least one token"):

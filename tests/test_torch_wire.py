@@ -15,7 +15,7 @@ from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.transfer.device.arena import DeviceCache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
 from headwater.transfer.device.torch_wire import TorchWire
-from headwater.transfer.device.wire import Digests, Direction, Piece
+from headwater.transfer.device.wire import Digests, Direction, WirePiece
 
 WAIT_S = 60.0
 
@@ -56,7 +56,7 @@ class Both(TorchWire):
         self._two = threading.Event()
         self.fails_for: str | None = None
 
-    def _copy(self, piece: Piece) -> Digests | None:
+    def _copy(self, piece: WirePiece) -> Digests | None:
         name = threading.current_thread().name
         self.who[name] = self.who.get(name, 0) + 1
         if len(self.who) > 1:
@@ -115,7 +115,7 @@ def test_two_copy_at_once_and_each_ones_error_is_told(fails_for: str | None, mon
         wire = Both(cache, layout, Direction.IN, num_places=4, shared_bytes=1)
         wire.fails_for = fails_for
         for place in range(4):
-            wire.launch(place, Piece(np.array([place]), [frames[place]], range(2)))
+            wire.launch(place, WirePiece(np.array([place]), [frames[place]], range(2)))
         errors = 0
         for place in range(4):
             try:
@@ -144,7 +144,7 @@ def test_who_is_not_to_have_help_has_none(
     frames = frames_of(layout, 2, seed=1)
     with create_kv_cache(layout, 2, torch.device("cpu")) as cache:
         wire = TorchWire(cache, layout, direction, shared_bytes=shared_bytes)
-        wire.launch(0, Piece(np.arange(2), frames, range(2)))
+        wire.launch(0, WirePiece(np.arange(2), frames, range(2)))
         assert "headwater copies too" not in [thread.name for thread in threading.enumerate()]
         assert wire.finish(0) is not None
         assert wire.finish(1) is None  # nothing was launched there

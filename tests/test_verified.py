@@ -7,9 +7,10 @@ import pytest
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Fault
 from headwater.metrics import Metrics
-from headwater.storage.base import Deadline, GetStatus
+from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
@@ -24,7 +25,7 @@ class Tampering(OpaqueStore):
         super().__init__(MemoryStore(1 << 20))
         self.fault = fault
 
-    def get_into(self, pages: list[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:  # type: ignore[override]
+    def get_into(self, pages: list[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:  # type: ignore[override]
         results = self.store.get_into(pages, deadline=deadline)
         for i, (_, frame) in enumerate(pages):
             if self.fault is Fault.CORRUPT:
@@ -32,7 +33,7 @@ class Tampering(OpaqueStore):
             elif self.fault is Fault.FOREIGN:
                 frame[:] = sample_page(2).frame
             elif self.fault is Fault.SHORT:
-                results[i] = GetStatus.SHORT
+                results[i] = Status.SHORT
             elif self.fault is Fault.UNKNOWN_VERSION:
                 struct.pack_into("<H", frame, 4, 9)
         return results
@@ -45,7 +46,7 @@ def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Fault) -> None:
     with Tampering(fault) as store:
         put(store, [page])
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics)
-        assert read(reader, [page]) == [GetStatus(fault.value)]
+        assert read(reader, [page]) == [Status(fault.value)]
         assert metrics.counters() == {
             f'bad_pages_total{{fault="{fault.value}"}}': 1,
             'events_total{kind="bad_page"}': 1,
@@ -66,7 +67,7 @@ def test_what_somebody_else_read_is_checked_as_strictly(fault: Fault) -> None:
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics)
         buffers = [(page.name, page.buffer()), (good.name, good.buffer()), (sample_page(4).name, page.buffer())]
         got = store.get_into(buffers[:1], deadline=soon()) + store.store.get_into(buffers[1:], deadline=soon())
-        assert reader.check(buffers, got, deadline=soon()) == [GetStatus(fault.value), GetStatus.HIT, GetStatus.MISS]
+        assert reader.check(buffers, got, deadline=soon()) == [Status(fault.value), Status.HIT, Status.MISS]
         assert metrics.value("bad_pages_total", fault=fault.value) == 1
         kept = fault is Fault.UNKNOWN_VERSION
         assert store.contains([page.name, good.name], deadline=soon()) == [kept, True]
@@ -82,15 +83,15 @@ def test_a_tier_that_keeps_failing_is_switched_off_and_says_so() -> None:
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics, max_bad=5)
         for _ in range(5):
             put(store, [page])
-            assert read(reader, [page])[0] is not GetStatus.HIT
+            assert read(reader, [page])[0] is not Status.HIT
         assert reader.switched_off
         assert metrics.value("events_total", kind="tier_switched_off") == 1
         put(store, [page])
-        assert read(reader, [page]) == [GetStatus.FAILED]
-        assert reader.check([page.item], [GetStatus.HIT], deadline=soon()) == [GetStatus.FAILED]
+        assert read(reader, [page]) == [Status.FAILED]
+        assert reader.check([page.item], [Status.HIT], deadline=soon()) == [Status.FAILED]
         store.faults = Faults()
         reader.switch_on()
-        assert read(reader, [page]) == [GetStatus.HIT]
+        assert read(reader, [page]) == [Status.HIT]
 
 
 def test_one_good_page_shows_that_the_tier_works() -> None:
@@ -118,9 +119,9 @@ def test_the_plain_word_hit_is_no_hit() -> None:
     """It compares equal to the status, and nobody verified the bytes."""
 
     class Careless(MemoryStore):
-        def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+        def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
             return ["hit"] * len(pages)  # type: ignore[list-item]
 
     with Careless(1 << 20) as store:
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
-        assert read(reader, [sample_page(1)]) == [GetStatus.FAILED]
+        assert read(reader, [sample_page(1)]) == [Status.FAILED]

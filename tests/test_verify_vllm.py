@@ -18,13 +18,14 @@ from headwater.cli import app
 from headwater.core.errors import InvalidConfig
 from headwater.core.events import Event, Instruction, JobDone, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.lab.bench.vllm_client import WorkerFailed
-from headwater.lab.campaigns.vllm_kills import Report, Tally
+from headwater.lab.campaigns.vllm_kills import KillReport, SaveTally
 from headwater.lab.verify import vllm as verify_vllm
 from headwater.lab.verify.vllm_cases import BOTH, FIRST, KILLED, LATER
-from headwater.lab.verify.vllm_faults import Fault, FaultyStore
-from headwater.lab.verify.vllm_scene import KINDS, Case, Kind, Places, Scene, kinds_of
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.lab.verify.vllm_faults import VllmFault, VllmFaultyStore
+from headwater.lab.verify.vllm_scene import KINDS, ModelKind, Places, VllmCase, VllmScene, kinds_of
+from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import items, sample_chain
 
@@ -124,18 +125,18 @@ def _shared(prompt: list[int], kept: list[list[int]], size: int) -> int:
     return max(map(common, kept), default=0)
 
 
-def _play(wrong: str = "", *, inject: bool = False, kind: Kind = KINDS["gqa"]) -> dict[str, Case]:
+def _play(wrong: str = "", *, inject: bool = False, kind: ModelKind = KINDS["gqa"]) -> dict[str, VllmCase]:
     fake, first = Fake(wrong), Fake()
     first.known = fake.known = []
     places = Places(host=Path("host"), disk=Path("disk"), pool="redis://x")
-    scene = Scene(fake, kind, places, Path("model"), {}, inject=inject)  # type: ignore[arg-type]
-    other = Scene(first, kind, places, Path("model"), scene.right, inject=inject)  # type: ignore[arg-type]
+    scene = VllmScene(fake, kind, places, Path("model"), {}, inject=inject)  # type: ignore[arg-type]
+    other = VllmScene(first, kind, places, Path("model"), scene.right, inject=inject)  # type: ignore[arg-type]
     found = {}
     for name, check in {**FIRST, **BOTH, **KILLED, **LATER}.items():
         try:
             found[name] = check(replace(scene, other=other) if name in (*BOTH, *KILLED) else scene)
         except WorkerFailed as error:
-            found[name] = Case(model="gqa", case=name, problem=str(error))
+            found[name] = VllmCase(model="gqa", case=name, problem=str(error))
     assert first.killed
     return found
 
@@ -166,7 +167,7 @@ def test_a_model_that_vllm_cannot_open_is_one_problem() -> None:
             raise WorkerFailed("no room for the KV cache")
 
     places = Places(host=Path("host"), disk=Path("disk"), pool="redis://x")
-    scene = Scene(Closed(), KINDS["gqa"], places, Path("model"), {})  # type: ignore[arg-type]
+    scene = VllmScene(Closed(), KINDS["gqa"], places, Path("model"), {})  # type: ignore[arg-type]
     report = verify_vllm.VllmReport(inject=False)
     for cases in (FIRST, BOTH, LATER):
         assert len(list(verify_vllm._play(scene, cases, None, report, None))) == (cases is FIRST)
@@ -212,8 +213,8 @@ def test_injected_damage_makes_the_whole_fail() -> None:
 
 
 def test_a_report_without_a_case_is_not_ok() -> None:
-    skipped = Case(model="mla", case="local hit", skipped="vLLM cannot")
-    right, wrong = Case(model="mla", case="host"), Case(model="mla", case="disk", problem="other tokens")
+    skipped = VllmCase(model="mla", case="local hit", skipped="vLLM cannot")
+    right, wrong = VllmCase(model="mla", case="host"), VllmCase(model="mla", case="disk", problem="other tokens")
     for cases, ok in (([], False), ([skipped], False), ([skipped, right], True), ([skipped, right, wrong], False)):
         report = verify_vllm.VllmReport(inject=False, cases=cases)
         assert report.document()["ok"] is ok
@@ -228,30 +229,30 @@ def test_an_interpreter_without_vllm_is_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [(Fault.FAIL, [GetStatus.HIT] * 2 + [GetStatus.FAILED] * 4), (Fault.DAMAGE, [GetStatus.HIT] * 6)],
+    [(VllmFault.FAIL, [Status.HIT] * 2 + [Status.FAILED] * 4), (VllmFault.DAMAGE, [Status.HIT] * 6)],
 )
-def test_a_faulty_store_gives_the_first_pages_as_they_are(fault: Fault, says: list[GetStatus]) -> None:
-    store = FaultyStore(MemoryStore(limit_bytes=64 << 20), fault, num_good=2)
+def test_a_faulty_store_gives_the_first_pages_as_they_are(fault: VllmFault, says: list[Status]) -> None:
+    store = VllmFaultyStore(MemoryStore(limit_bytes=64 << 20), fault, num_good=2)
     pages = items(sample_chain(1, 6))
-    assert set(store.put(pages, deadline=Deadline.after(10))) == {PutStatus.STORED}
+    assert set(store.put(pages, deadline=Deadline.after(10))) == {Status.STORED}
     got = [(name, memoryview(bytearray(len(frame)))) for name, frame in pages]
     assert store.get_into(got, deadline=Deadline.after(10)) == says
     same = [bytes(mine) == bytes(frame) for (_, mine), (_, frame) in zip(got, pages, strict=True)]
     assert same == [True, True, False, False, False, False]
     again = [(name, memoryview(bytearray(len(frame)))) for name, frame in pages[:1]]
     said = store.get_into(again, deadline=Deadline.after(10))
-    assert said == [GetStatus.FAILED] or bytes(again[0][1]) != bytes(pages[0][1]), "only the first ones are good"
+    assert said == [Status.FAILED] or bytes(again[0][1]) != bytes(pages[0][1]), "only the first ones are good"
 
 
 def test_a_hanging_store_answers_when_it_is_let_go() -> None:
-    store = FaultyStore(MemoryStore(limit_bytes=64 << 20), Fault.HANG, num_good=0)
+    store = VllmFaultyStore(MemoryStore(limit_bytes=64 << 20), VllmFault.HANG, num_good=0)
     pages = items(sample_chain(1, 2))
     store.let_go()
-    assert store.get_into(pages, deadline=Deadline.after(1)) == [GetStatus.FAILED] * 2
+    assert store.get_into(pages, deadline=Deadline.after(1)) == [Status.FAILED] * 2
 
 
-class Hands:
-    """Hands that only listen."""
+class Listening:
+    """An executor that only listens."""
 
     def __init__(self) -> None:
         self.deliver: Any = None
@@ -265,13 +266,13 @@ class Hands:
 def test_the_tally_counts_saves_that_have_not_ended() -> None:
     class Side:
         def __init__(self) -> None:
-            self._hands = Hands()
+            self._executor = Listening()
             self.told: list[Event] = []
-            self._hands.deliver = self.told.append
+            self._executor.deliver = self.told.append
 
     side, shared = Side(), mmap.mmap(-1, mmap.PAGESIZE)
-    hands = side._hands
-    tally = Tally(side, shared)
+    executor = side._executor
+    tally = SaveTally(side, shared)
 
     def storing() -> int:
         return int(struct.unpack("<q", shared[:8])[0])
@@ -282,21 +283,21 @@ def test_the_tally_counts_saves_that_have_not_ended() -> None:
     ]
     tally.submit(saves)
     assert storing() == 3
-    assert hands.heard == saves
+    assert executor.heard == saves
     over: Event = JobDone(now_s=0.0, job=1, results=())
-    hands.deliver(over)
+    executor.deliver(over)
     assert storing() == 2
     assert side.told == [over]
     shared.close()
 
 
 def test_a_campaign_is_ok_only_with_kills_and_hits_and_nothing_wrong() -> None:
-    good = Report(2, kills=2, kills_while_storing=2, hit_tokens=5)
+    good = KillReport(2, kills=2, kills_while_storing=2, hit_tokens=5)
     assert good.ok
     for name in ("wrong_answers", "lives_without_hit", "over_limit", "bad_pages", "reserved_at_end"):
-        bad = Report(2, kills=2, kills_while_storing=2, hit_tokens=5)
+        bad = KillReport(2, kills=2, kills_while_storing=2, hit_tokens=5)
         setattr(bad, name, 1)
         assert not bad.ok
-    assert not Report(2, kills=2, kills_while_storing=1, hit_tokens=5).ok
-    assert not Report(2, kills=2, kills_while_storing=2).ok
+    assert not KillReport(2, kills=2, kills_while_storing=1, hit_tokens=5).ok
+    assert not KillReport(2, kills=2, kills_while_storing=2).ok
     json.dumps(vars(good))

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from headwater.core.errors import CopyStuck, InvalidLayout, RankUnavailable
-from headwater.core.events import Cancel, Event, Failure, Instruction, JobFailed, Save
+from headwater.core.events import Cancel, Event, Instruction, JobFailed, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.integrations.vllm import executor
 from headwater.integrations.vllm import worker as worker_module
 from headwater.integrations.vllm.executor import ExecutorProcess, Starting, begin_ahead, take_begun
@@ -83,7 +84,7 @@ def test_no_wrong_byte_while_requests_are_preempted_and_aborted(tmp_path: Path, 
 def test_what_it_counts_is_counted_here(tmp_path: Path, started: list[ExecutorProcess]) -> None:
     with engine_of(tmp_path / "disk", executor="process") as engine:
         assert loaded(engine, "a") == 0
-        assert started[0].hands.drain(ROOM_S)
+        assert started[0].executor.drain(ROOM_S)
         assert started[0].metrics.value("moved_bytes_total", tier="disk", direction="in") > 0
         assert loaded(engine, "b") == 40
         assert started[0].metrics.value("moved_bytes_total", tier="disk", direction="out") > 0
@@ -96,7 +97,7 @@ def test_one_that_is_killed_costs_its_hits_and_nothing_else(
 ) -> None:
     with engine_of(tmp_path / "disk", executor="process") as engine:
         assert loaded(engine, "a") == 0
-        assert started[0].hands.drain(ROOM_S)
+        assert started[0].executor.drain(ROOM_S)
         if when == "at work":
             killing = threading.Timer(0.02, started[0].process.kill)
             killing.start()
@@ -127,7 +128,7 @@ def test_one_that_stands_still_is_shot(
     monkeypatch.setattr(executor, "_LOST_AFTER_S", 0.5)
     with engine_of(tmp_path / "disk", executor="process", load_timeout_s=0.5, load=mode) as engine:
         assert loaded(engine, "a") == 0
-        assert started[0].hands.drain(ROOM_S)
+        assert started[0].executor.drain(ROOM_S)
         freeze(started[0].process.pid)
         request = FakeRequest("b", PROMPT, 2)
         engine.add(request)
@@ -163,7 +164,7 @@ def test_one_ends_when_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     time.sleep(0.1)
     assert starting.process.poll() is None
     starting._sock.close()
-    link.hands._seats[0].hands._link.abandon()  # type: ignore[attr-defined]
+    link.executor._members[0].executor._link.abandon()  # type: ignore[attr-defined]
     assert starting.process.wait(ROOM_S) == 0
     link.close(0.0)
 
@@ -223,7 +224,7 @@ def test_one_is_begun_before_there_is_any_kv(tmp_path: Path, monkeypatch: pytest
     starting = take_begun(config, on_gpu=False)
     show(starting, tmp_path)
     found = starting.wait(timeout_s=ROOM_S)
-    assert found.hands.drain(ROOM_S)
+    assert found.executor.drain(ROOM_S)
     found.close()
     assert found.process.returncode == 0
 
@@ -298,8 +299,8 @@ def test_its_configuration_is_the_connectors(tmp_path: Path) -> None:
     assert read_config(plain) == config
 
 
-class SilentHands:
-    """Hands of another process: what they are told, and what a test has them say."""
+class SilentExecutor:
+    """An executor of another process: what it is told, and what a test has it say."""
 
     def __init__(self) -> None:
         self.deliver: Callable[[Event], None] | None = None
@@ -327,23 +328,23 @@ def test_blocks_are_not_written_to_before_who_reads_them_has_said_that_it_does_n
     """Or it would save, as one block, what is then another. Without an answer it is killed."""
     monkeypatch.setattr(worker_module, "_FLUSH_S", 0.01)
     monkeypatch.setattr(worker_module, "_CANCEL_S", ROOM_S if answers else 0.05)
-    hands, killed = SilentHands(), threading.Event()
+    silent, killed = SilentExecutor(), threading.Event()
 
     def kill() -> bool:
         killed.set()
         return True
 
-    side = WorkerSide(hands, kill=kill)
+    side = WorkerSide(silent, kill=kill)
     side.begin(Orders(jobs=(SAVE,)))
     side.load()
     side.save()
     begun = threading.Thread(target=side.begin, args=(Orders(vacated=(1,)),))
     begun.start()
-    until(lambda: Cancel(job=1) in hands.heard)
+    until(lambda: Cancel(job=1) in silent.heard)
     if answers:
         assert begun.is_alive()
         assert not killed.is_set()
-        hands.say(JobFailed(now_s=0.0, job=1, failure=Failure.CANCELLED, why="it was cancelled"))
+        silent.say(JobFailed(now_s=0.0, job=1, failure=Reason.CANCELLED, why="it was cancelled"))
     begun.join(ROOM_S)
     assert not begun.is_alive()
     assert killed.is_set() is not answers
@@ -353,7 +354,7 @@ def test_blocks_that_cannot_be_had_stop_the_engine(monkeypatch: pytest.MonkeyPat
     """A process that a driver holds reads on: whatever vLLM wrote to its blocks could be saved as another's."""
     monkeypatch.setattr(worker_module, "_FLUSH_S", 0.01)
     monkeypatch.setattr(worker_module, "_CANCEL_S", 0.05)
-    side = WorkerSide(SilentHands(), kill=lambda: False)
+    side = WorkerSide(SilentExecutor(), kill=lambda: False)
     side.begin(Orders(jobs=(SAVE,)))
     side.load()
     side.save()
@@ -363,14 +364,14 @@ def test_blocks_that_cannot_be_had_stop_the_engine(monkeypatch: pytest.MonkeyPat
 
 def test_blocks_of_ended_requests_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_CANCEL_S", 0.05)
-    hands, killed = SilentHands(), threading.Event()
+    silent, killed = SilentExecutor(), threading.Event()
 
     def kill() -> bool:
         killed.set()
-        hands.say(JobFailed(now_s=0.0, job=1, failure=Failure.FAILED, why="dead"))
+        silent.say(JobFailed(now_s=0.0, job=1, failure=Reason.FAILED, why="dead"))
         return True
 
-    side = WorkerSide(hands, kill=kill)
+    side = WorkerSide(silent, kill=kill)
     side.begin(Orders(jobs=(SAVE,), leaving=(("a", (1,), 0.0),)))
     side.load()
     side.save()

@@ -433,15 +433,15 @@ def test_who_leaves_is_looked_for_no_more(stand: Stand) -> None:
     with Watched(0.0) as pool:
 
         async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
-            looks = node._looks
+            probes = node._probes
             names = [page.meta.name for page in stand.pages]
-            waiting = asyncio.create_task(looks.until_held(names, 600.0))
+            waiting = asyncio.create_task(probes.until_held(names, 600.0))
             while not pool.left_s:
                 await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.wait({waiting})
-            assert looks._looking is not None
-            await asyncio.wait_for(asyncio.shield(looks._looking), 20)  # it ends by itself
+            assert probes._probing is not None
+            await asyncio.wait_for(asyncio.shield(probes._probing), 20)  # it ends by itself
 
         asyncio.run(at(stand, Role.PREFILL, use, pool=pool))
 
@@ -452,7 +452,7 @@ def test_a_node_that_ends_tells_who_waits(stand: Stand) -> None:
 
         async def use(client: httpx2.AsyncClient, node: VllmNode) -> None:
             asking = asyncio.create_task(client.post("/pd/prefill", json=envelope()))
-            while not node._looks._waiters:
+            while not node._probes._waiters:
                 await asyncio.sleep(0.01)
             await node.stop()
             assert (await asyncio.wait_for(asking, 20)).json()["kind"] == "late"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwater.core.errors import InvalidConfig, InvalidLayout, NotInstalled
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity, root_of
 from headwater.core.keys import BlockKey, block_keys
 from headwater.integrations.vllm import engine_facts
@@ -411,15 +411,15 @@ def test_the_device_is_what_vllm_says_it_is() -> None:
     there = {"h0", "h1", "h2"}
     teller.is_cached = there.__contains__
     request = SimpleNamespace(block_hashes=["h0", "h1", "h2", "h3"], all_token_ids=list(range(16)))
-    teller.offer([Came(tier="device", keys=(keys[0],), parent=root, depth=0)])
+    teller.offer([Stored(tier="device", keys=(keys[0],), parent=root, depth=0)])
     assert listener.heard == [], "the brain does not know the device"
     teller.computed(keys, request, start=0, parent=root, size=4)
-    assert listener.heard == [Came(tier="device", keys=tuple(keys[:3]), parent=root, depth=0)]
+    assert listener.heard == [Stored(tier="device", keys=tuple(keys[:3]), parent=root, depth=0)]
     teller.watch()
     assert len(listener.heard) == 1
     there.remove("h1")
     teller.watch()
-    assert listener.heard[1:] == [Went(tier="device", keys=(keys[1],))]
+    assert listener.heard[1:] == [Removed(tier="device", keys=(keys[1],))]
 
 
 def test_events_of_tiers_have_vllms_hashes() -> None:
@@ -428,12 +428,14 @@ def test_events_of_tiers_have_vllms_hashes() -> None:
     root = BlockKey(bytes(32))
     request = SimpleNamespace(block_hashes=["h0", "h1"], all_token_ids=list(range(12)))
     teller.computed(keys, request, start=0, parent=root, size=4)
-    teller.offer([Came(tier="host", keys=tuple(keys[1:]), parent=keys[0], depth=1), Went(tier="disk", keys=(keys[0],))])
+    teller.offer(
+        [Stored(tier="host", keys=tuple(keys[1:]), parent=keys[0], depth=1), Removed(tier="disk", keys=(keys[0],))]
+    )
     (came, named), (went, gone) = teller.take()
     assert (came.tier, [(one.hash, one.parent, one.tokens) for one in named]) == ("host", [("h1", "h0", (4, 5, 6, 7))])
     assert (went.tier, [one.hash for one in gone]) == ("disk", ["h0"])
-    teller.offer([Lost(tier="host")])
-    assert teller.take() == [(Lost(tier="host"), [])]
+    teller.offer([TierLost(tier="host")])
+    assert teller.take() == [(TierLost(tier="host"), [])]
     assert teller.take() == []
 
 

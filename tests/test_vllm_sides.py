@@ -1,4 +1,4 @@
-"""Both sides of the vLLM connector under an engine that behaves as vLLM does, with real stores, hands and faults.
+"""Both sides of the vLLM connector under an engine that behaves as vLLM does, with real stores, executors and faults.
 
 The engine checks every byte that it computes with; these tests see to it that there is something to check.
 """
@@ -83,7 +83,7 @@ def engine_of(
             "host_directory": None,
             "disk_directory": str(directory),
             "disk_bytes": 16 << 20,
-            "look_timeout_s": 5.0,
+            "probe_timeout_s": 5.0,
             **options,
         }
     )
@@ -252,8 +252,8 @@ def test_ranks_count_as_one(disk: Path) -> None:
         run(two)
         assert (request.num_loaded, two.num_failed) == (40, 0)
         # one rank loses its fourth page
-        lost = two.worker.sides[1]._hands._tiers["disk"].store  # type: ignore[attr-defined]
-        naming = two.worker.sides[1]._hands._hands._naming  # type: ignore[attr-defined]
+        lost = two.worker.sides[1]._executor._tiers["disk"].store  # type: ignore[attr-defined]
+        naming = two.worker.sides[1]._executor._runner._naming  # type: ignore[attr-defined]
         assert lost.delete([naming.name(request_keys(two, prompt)[3])], deadline=Deadline.after(5.0))
     with engine_of(disk, world=2) as three:
         request = FakeRequest("c", prompt, 2)
@@ -351,10 +351,10 @@ class _Hang:
                 return
             assert self.engine is not None
             for side in self.engine.worker.sides:
-                if side._hands._hands._staging is staging:  # type: ignore[attr-defined]
+                if side._executor._runner._staging is staging:  # type: ignore[attr-defined]
                     while self.alone and sum(isinstance(one, Load) for one in side._live.values()) > 1:
                         time.sleep(0.001)  # others end before their deadlines
-                    make_late(side._hands)  # type: ignore[arg-type]  # it is the worker
+                    make_late(side._executor)  # type: ignore[arg-type]  # it is the worker
             self.arrived.set()
             assert self.go_on.wait(ROOM_S)
             scatter(staging, pages, slots)
@@ -418,7 +418,7 @@ def test_a_copy_that_hangs_and_ends_between_two_steps_has_loaded_nothing(
     engine: list[FakeEngine] = []
 
     def hang(staging: TorchStaging, pages: Any, slots: Any) -> None:
-        make_late(engine[0].worker.sides[0]._hands)  # type: ignore[arg-type]  # it is the worker
+        make_late(engine[0].worker.sides[0]._executor)  # type: ignore[arg-type]  # it is the worker
         assert go_on.wait(ROOM_S)
         raise RuntimeError("the copy came to nothing")
 
@@ -475,8 +475,8 @@ def test_blocks_of_a_request_whose_load_hung_are_not_saved_when_they_are_another
             other = FakeRequest("c", list(range(500, 545)), 40)
             two.add(other)
             _step_until(two, lambda: other.status == "running" and bool(set(other.blocks) & set(old)))
-            (store,) = (tier.store for name, tier in two.worker.sides[0]._hands._tiers.items() if name == "disk")  # type: ignore[attr-defined]
-            naming = two.worker.sides[0]._hands._hands._naming  # type: ignore[attr-defined]
+            (store,) = (tier.store for name, tier in two.worker.sides[0]._executor._tiers.items() if name == "disk")  # type: ignore[attr-defined]
+            naming = two.worker.sides[0]._executor._runner._naming  # type: ignore[attr-defined]
             names = [naming.name(key) for key in request_keys(two, prompt)]
             store.delete(names[:1], deadline=Deadline.after(ROOM_S))  # so that they would be worth saving
             hang.go_on.set()
@@ -538,13 +538,13 @@ def test_what_a_store_lost_is_written_again(disk: Path) -> None:
     with engine_of(disk) as one:
         one.add(FakeRequest("a", prompt, 2))
         run(one)
-        hands = one.worker.sides[0]._hands
-        assert hands.drain(ROOM_S)  # type: ignore[attr-defined]
-        names = [hands._hands._naming.name(key) for key in request_keys(one, prompt)]  # type: ignore[attr-defined]
-        hands._tiers["disk"].store.delete(names[::-1], deadline=Deadline.after(5.0))  # type: ignore[attr-defined]
+        executor = one.worker.sides[0]._executor
+        assert executor.drain(ROOM_S)  # type: ignore[attr-defined]
+        names = [executor._runner._naming.name(key) for key in request_keys(one, prompt)]  # type: ignore[attr-defined]
+        executor._tiers["disk"].store.delete(names[::-1], deadline=Deadline.after(5.0))  # type: ignore[attr-defined]
         one.add(FakeRequest("b", prompt, 2))
         run(one)
-        assert hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert executor.drain(ROOM_S)  # type: ignore[attr-defined]
         last = FakeRequest("c", prompt, 2)
         one.add(last)
         run(one)
@@ -568,7 +568,7 @@ def test_decoded_blocks_are_saved_some_at_a_time_and_all_at_the_end(disk: Path) 
         run(engine)
         assert sum(saved) == 21
         assert saved[:-1] == [num for num in saved[:-1] if num >= 4]
-        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         again = FakeRequest("b", request.all_token_ids[:87], 2)
         engine.add(again)
         run(engine)
@@ -583,7 +583,7 @@ def test_a_short_prompt_is_saved_when_it_is_computed(disk: Path) -> None:
         while request.num_computed_tokens < 3 * SIZE + 2:
             engine.step()
         assert engine.scheduler.cache.num_named("a#0") == 3
-        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         engine.step(preempt=request)
         run(engine)
         assert request.num_loaded == 3 * SIZE
@@ -610,14 +610,14 @@ def test_what_a_waiting_engine_takes_away_is_not_stored(disk: Path) -> None:
     prompt = list(range(1, 42))
     gate = threading.Event()
     with engine_of(disk, num_blocks=16) as engine:
-        hands = engine.worker.sides[0]._hands._hands  # type: ignore[attr-defined]
-        save = hands._save
+        executor = engine.worker.sides[0]._executor._runner  # type: ignore[attr-defined]
+        save = executor._save
 
         def slow(job: Any, order: Any) -> Any:
             gate.wait(ROOM_S)
             return save(job, order)
 
-        hands._save = slow
+        executor._save = slow
         request = FakeRequest("a", prompt, 2)
         engine.add(request)
         while not engine.worker.sides[0]._reading:
@@ -631,8 +631,8 @@ def test_what_a_waiting_engine_takes_away_is_not_stored(disk: Path) -> None:
         assert two.scheduler.cache.metrics.value("hit_tokens_total") == 40, "it was saved when it came again"
 
 
-class _Hands:
-    """Hands that do nothing until they are told."""
+class _Executor:
+    """An executor that does nothing until it is told."""
 
     def __init__(self) -> None:
         self.deliver: Any = None
@@ -664,54 +664,54 @@ def _save(job: int, *slots: int) -> Save:
 
 def test_eyes_take_in_what_was_written_to_each_store_before_it_is_much() -> None:
     """Saves to two stores come in pairs: neither is passed over."""
-    eyes = _Hands()
+    eyes = _Executor()
     one = step_executor.StepExecutor(eyes, num_ranks=1, others_write=True)  # type: ignore[arg-type]
     for number in range(128):
         order = replace(_save(number, 1, 2, 3, 4), store=("host", "disk")[number % 2])
         one.submit([order])
         done = JobDone(now_s=1.0, job=number, results=("stored",) * 4, num_bytes=4, seconds=0.1)
         one.heard(Report(events=((0, done),)))
-    assert Counter(look.store for look in eyes.given) == {"host": 2, "disk": 2}
+    assert Counter(probe.store for probe in eyes.given) == {"host": 2, "disk": 2}
 
 
 def test_an_ended_request_leaves_when_its_blocks_were_read(clock: FakeClock) -> None:
-    hands = _Hands()
-    side = WorkerSide(hands, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, clock=clock)
     side.begin(Orders(jobs=(_save(1, 5), _save(2, 6)), leaving=(("r", (1, 2), 10.0),)))
     side.load()
     side.save()
     assert side.finished() == (set(), set())
-    hands.say(Copied(now_s=0.0, job=1))
+    executor.say(Copied(now_s=0.0, job=1))
     assert side.finished() == (set(), set())
-    hands.say(JobDone(now_s=0.0, job=2, results=("stored",)))
+    executor.say(JobDone(now_s=0.0, job=2, results=("stored",)))
     assert side.finished() == ({"r"}, set())
     assert side.finished() == (set(), set()), "said twice"
 
 
 def test_an_ended_request_does_not_stay_for_ever(clock: FakeClock) -> None:
-    hands = _Hands()
-    side = WorkerSide(hands, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, clock=clock)
     side.begin(Orders(sent_s=clock.monotonic(), jobs=(_save(1, 5),), leaving=(("r", (1,), clock.monotonic() + 2.0),)))
     side.load()
     side.save()
     assert side.finished() == (set(), set())
     clock.advance(3.0)
     assert side.finished() == (set(), set()), "first it is cancelled"
-    assert [type(one).__name__ for one in hands.given] == ["Save", "Cancel"]
-    hands.say(JobDone(now_s=0.0, job=1, results=("late",)))
+    assert [type(one).__name__ for one in executor.given] == ["Save", "Cancel"]
+    executor.say(JobDone(now_s=0.0, job=1, results=("late",)))
     assert side.finished() == ({"r"}, set())
 
 
 def test_blocks_of_a_failed_load_are_reported_with_its_end(clock: FakeClock) -> None:
-    hands = _Hands()
-    side = WorkerSide(hands, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, clock=clock)
     keys = tuple(BlockKey(bytes([at]) * 32) for at in range(3))
     load = Load(job=1, store="host", keys=keys, deadline_s=9e9, slots=(7, 8, 9))
     side.begin(Orders(jobs=(load,), loading=(("r", (1,)),), missing=(("r", (10,)),)))
     side.load()
     side.save()
     assert side.finished() == (set(), set())
-    hands.say(JobDone(now_s=0.0, job=1, results=("hit", "miss", "miss")))
+    executor.say(JobDone(now_s=0.0, job=1, results=("hit", "miss", "miss")))
     assert side.finished() == (set(), {"r"})
     assert side.take_bad() == {8, 9, 10}
     assert side.take_bad() == set()
@@ -736,7 +736,7 @@ def test_a_step_waits_for_no_save(clock: FakeClock, monkeypatch: pytest.MonkeyPa
     """Not even an empty one: blocks of an ended request are read while others compute."""
     monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
     begin_s = time.monotonic()
-    side = WorkerSide(_Hands(), clock=clock)
+    side = WorkerSide(_Executor(), clock=clock)
     for at in range(8):
         leaving = (("r", (1,), 9e9),) if not at else ()
         jobs = (_save(1, 5),) if not at else ()
@@ -748,7 +748,7 @@ def test_a_step_waits_for_no_save(clock: FakeClock, monkeypatch: pytest.MonkeyPa
 def test_a_step_waits_for_no_load_while_another_is_under_way(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
     begin_s = time.monotonic()
-    side, flight = WorkerSide(_Hands(), clock=clock), Flight()
+    side, flight = WorkerSide(_Executor(), clock=clock), Flight()
     for at in range(8):
         idle = flight.begun(computes=not at)  # the first computes, and is not over
         orders = Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=idle) if not at else Orders(idle=idle)
@@ -775,11 +775,11 @@ def test_what_was_said_is_not_held_up_by_another_load(clock: FakeClock, monkeypa
     """The scheduler has not heard yet that a load ended: steps go on until it has."""
     monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
     begin_s = time.monotonic()
-    hands = _Hands()
-    side = WorkerSide(hands, overlapping=2, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, overlapping=2, clock=clock)
     loading = (("a", (1,)), ("b", (2,)))
     assert _step(side, Orders(jobs=(_load(1), _load(2)), loading=loading, idle=True)) == (set(), set())
-    hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+    executor.say(JobDone(now_s=0.0, job=1, results=("hit",)))
     assert _step(side, Orders(idle=True)) == (set(), {"a"})
     assert _step(side, Orders(idle=True)) == (set(), set())
     assert _step(side, Orders(idle=True)) == (set(), set())
@@ -789,8 +789,8 @@ def test_what_was_said_is_not_held_up_by_another_load(clock: FakeClock, monkeypa
 def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of asking again and again, and taking the interpreter from who loads."""
     monkeypatch.setattr("headwater.integrations.vllm.worker._IDLE_S", ROOM_S)
-    hands = _Hands()
-    side = WorkerSide(hands, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, clock=clock)
     assert _step(side, Orders(jobs=(_load(1),), loading=(("r", (1,)),), idle=True)) == (set(), set())
     waits = threading.Event()
     wait_for = side._changed.wait_for
@@ -801,7 +801,7 @@ def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, mo
 
     def say() -> None:
         waits.wait(ROOM_S)
-        hands.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+        executor.say(JobDone(now_s=0.0, job=1, results=("hit",)))
 
     monkeypatch.setattr(side._changed, "wait_for", waiting)
     thread = threading.Thread(target=say)
@@ -813,18 +813,18 @@ def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, mo
 
 
 def test_saves_stand_back_while_a_step_is_launched(clock: FakeClock) -> None:
-    hands = _Hands()
-    side = WorkerSide(hands, clock=clock)
+    executor = _Executor()
+    side = WorkerSide(executor, clock=clock)
     side.begin(Orders())
-    assert hands.hurries == [True]
+    assert executor.hurries == [True]
     side.load()
     side.save()
-    assert hands.hurries == [True, False]
+    assert executor.hurries == [True, False]
     side.begin(Orders(idle=True))
-    assert hands.hurries[-1] is False, "nothing is launched"
+    assert executor.hurries[-1] is False, "nothing is launched"
     side.save()
     side.begin(Orders(vacated=(1,)))
-    assert hands.hurries[-1] is False, "blocks are wanted back: what reads them has to go on"
+    assert executor.hurries[-1] is False, "blocks are wanted back: what reads them has to go on"
 
 
 def test_the_interpreter_is_shared_as_was_asked_and_only_then(disk: Path) -> None:
@@ -844,14 +844,14 @@ def test_the_interpreter_is_shared_as_was_asked_and_only_then(disk: Path) -> Non
 
 def _slow_saves(engine: FakeEngine, gate: threading.Event) -> None:
     """No save reads anything before the gate is open."""
-    hands = engine.worker.sides[0]._hands._hands  # type: ignore[attr-defined]
-    save = hands._save
+    executor = engine.worker.sides[0]._executor._runner  # type: ignore[attr-defined]
+    save = executor._save
 
     def slow(job: Any, order: Any) -> Any:
         gate.wait(ROOM_S)
         return save(job, order)
 
-    hands._save = slow
+    executor._save = slow
 
 
 def _dropped(engine: FakeEngine) -> dict[str, float]:
@@ -965,7 +965,7 @@ def test_a_look_is_answered_in_the_schedulers_own_call(disk: Path) -> None:
             assert engine.scheduler.matched(request, 0)[0] == (0 if name == "a" else num_blocks * SIZE)
             engine.add(request)
             run(engine)
-            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         assert asked == [], "somebody else had to look"
 
 
@@ -991,14 +991,14 @@ def test_a_prompt_that_several_compute_at_once_is_saved_once(disk: Path) -> None
     prompt = list(range(1, 42))
     with engine_of(disk, num_blocks=128) as engine:
         saved: list[Any] = []
-        hands = engine.worker.sides[0]._hands
-        submit = hands.submit
+        executor = engine.worker.sides[0]._executor
+        submit = executor.submit
 
         def watched(instructions: Any) -> None:
             saved.extend(key for one in instructions if isinstance(one, Save) for key in one.keys)
             submit(instructions)
 
-        hands.submit = watched  # type: ignore[method-assign]
+        executor.submit = watched  # type: ignore[method-assign]
         engine.add(*(FakeRequest(str(at), prompt, 1) for at in range(6)))
         run(engine)
         assert len(saved) == len(set(saved)) == 10
@@ -1011,7 +1011,7 @@ def test_a_block_that_comes_between_two_looks_is_no_reason_to_load_one_alone(
     with engine_of(disk) as engine:
         engine.add(FakeRequest("a", prompt, 1))
         run(engine)
-        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         monkeypatch.setattr(engine.scheduler.cache, "lacks", lambda key: True)
         assert engine.scheduler.matched(FakeRequest("b", prompt, 1), 0) == (40, True)
 
@@ -1024,7 +1024,7 @@ def test_what_comes_while_a_request_waits_is_found_when_it_asks_again(disk: Path
         first = FakeRequest("a", prompt, 1)
         engine.add(first)
         run(engine)
-        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         assert engine.scheduler.matched(waiting, 0) == (40, True)
         engine.add(waiting)
         run(engine)
@@ -1051,13 +1051,13 @@ def test_after_a_reset_nothing_of_before_is_found(disk: Path) -> None:
         for name, hit in (("a", 0), ("b", 40)):
             engine.add(FakeRequest(name, prompt, 1))
             run(engine)
-            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
             assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
         engine.scheduler.reset()
         for name, hit in (("c", 40), ("d", 80)):
             engine.add(FakeRequest(name, prompt, 1))
             run(engine)
-            assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+            assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
             assert engine.scheduler.cache.metrics.value("hit_tokens_total") == hit
         engine.scheduler.reset()
         assert engine.scheduler.matched(FakeRequest("e", prompt, 1), 0) == (0, False)
@@ -1086,7 +1086,7 @@ def test_what_is_being_loaded_when_all_is_reset_has_failed(disk: Path) -> None:
     with engine_of(disk) as engine:
         engine.add(FakeRequest("a", prompt, 1))
         run(engine)
-        assert engine.worker.sides[0]._hands.drain(ROOM_S)  # type: ignore[attr-defined]
+        assert engine.worker.sides[0]._executor.drain(ROOM_S)  # type: ignore[attr-defined]
         request = FakeRequest("b", prompt, 1)
         num, beside = engine.scheduler.matched(request, 0)
         assert num == 40

@@ -30,14 +30,14 @@ from headwater.disagg.key_file import write_node_key
 from headwater.disagg.node_auth import AUTH, HELLO, Authenticator, NotProven, node_called
 from headwater.disagg.protocol import decode
 from headwater.disagg.signing import Peer
-from headwater.disagg.used import Use, UsedTickets
+from headwater.disagg.used import TicketUse, UsedTickets
 from headwater.engine.models.base import Model
 from headwater.metrics import Metrics
-from headwater.router.nodes import Came, NameTaken, NodeRefused, NodeTable
+from headwater.router.nodes import HeartbeatKind, NameTaken, NodeRefused, NodeTable
 from headwater.router.relay import Relay
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
-from headwater.serve.heartbeats import Beats
+from headwater.serve.heartbeats import HeartbeatSender
 from router_kit import World, world
 from serve_kit import WAIT_S, directory, model, serving
 from test_pd_serve import COMPLETIONS, Cluster, cluster, envelope, pool, routing, until
@@ -101,17 +101,17 @@ def test_a_name_is_its_host_s_while_the_lease_runs() -> None:
     for lease_s in (10.0, 0.0):  # it cannot throw it out either
         with pytest.raises(NameTaken, match=r"10\.0\.0\.1"):
             table.heard(beat("a", url="http://10.0.0.2:1", epoch=1 << 63, lease_s=lease_s), 1.0)
-    assert table.heard(beat("a", url="http://10.0.0.1:2", epoch=6), 2.0) is Came.NEW
+    assert table.heard(beat("a", url="http://10.0.0.1:2", epoch=6), 2.0) is HeartbeatKind.NEW
     with pytest.raises(NodeRefused, match="newer process"):
         table.heard(beat("a", url="http://10.0.0.1:1", epoch=5), 3.0)
     with pytest.raises(NameTaken):
         table.heard(beat("a", url="http://10.0.0.2:1", epoch=7), 11.9)
-    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=7), 12.0) is Came.NEW  # the lease is over
-    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=7, lease_s=0.0), 12.5) is Came.LEFT
-    assert table.heard(beat("a", url="http://10.0.0.3:1", epoch=1), 13.0) is Came.NEW  # it was given up
+    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=7), 12.0) is HeartbeatKind.NEW  # the lease is over
+    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=7, lease_s=0.0), 12.5) is HeartbeatKind.LEFT
+    assert table.heard(beat("a", url="http://10.0.0.3:1", epoch=1), 13.0) is HeartbeatKind.NEW  # it was given up
     loopback = NodeTable()
     loopback.heard(beat("a", url="http://127.0.0.1:1", epoch=1), 0.0)
-    assert loopback.heard(beat("a", url="http://localhost:2", epoch=2), 0.0) is Came.NEW
+    assert loopback.heard(beat("a", url="http://localhost:2", epoch=2), 0.0) is HeartbeatKind.NEW
 
 
 @pytest.mark.fault("S22")
@@ -121,7 +121,7 @@ def test_a_node_whose_clock_went_back_waits_for_its_own_lease(monkeypatch: pytes
     table.heard(beat("a", url="http://10.0.0.2:1", epoch=1_000_000), 0.0)
     with pytest.raises(NameTaken, match="newer process"):
         table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 1.0)
-    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 10.0) is Came.NEW
+    assert table.heard(beat("a", url="http://10.0.0.2:1", epoch=990_000), 10.0) is HeartbeatKind.NEW
     monkeypatch.setattr("headwater.serve.heartbeats._TIMEOUT_S", WAIT_S)  # however busy the machine is
     with routing(node_key=NodeKey.random()) as (url, router):
         key = router.config.node_key
@@ -176,7 +176,7 @@ def _urls(router: str) -> dict[str, str]:
 
 async def _join(router: str, said: Heartbeat, key: NodeKey) -> None:
     here = replace(said, node="here", url="http://127.0.0.1:1", epoch=9)
-    await Beats((router,), lambda lease_s: replace(here, lease_s=lease_s), lease_s=3 * WAIT_S, key=key).join()
+    await HeartbeatSender((router,), lambda lease_s: replace(here, lease_s=lease_s), lease_s=3 * WAIT_S, key=key).join()
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:1", "http://example.org:80", "http://[2001:db8::1]:1"])
@@ -185,7 +185,7 @@ def test_a_router_without_a_key_takes_nobody_from_elsewhere(url: str) -> None:
         router = Router(RouterConfig(), metrics=Metrics())
         with pytest.raises(NodeRefused, match="--node-key-file"):
             router.heard(beat("n", url=url))
-        assert router.heard(beat("n", url="http://127.0.0.1:1"))["came"] is Came.NEW
+        assert router.heard(beat("n", url="http://127.0.0.1:1"))["came"] is HeartbeatKind.NEW
         await router.aclose()
 
     asyncio.run(main())
@@ -419,7 +419,7 @@ def test_a_false_router_in_the_place_of_a_true_one_is_not_heard(caplog: pytest.L
 
     async def main() -> None:
         with routing() as (url, router):
-            beats = Beats((url,), lambda lease_s: replace(said, lease_s=lease_s), lease_s=3.0, key=KEY)
+            beats = HeartbeatSender((url,), lambda lease_s: replace(said, lease_s=lease_s), lease_s=3.0, key=KEY)
             await beats.join()
             assert router.nodes.get("n") is not None
         port = int(url.rpartition(":")[2])
@@ -522,16 +522,20 @@ def test_what_is_remembered_of_tickets_has_an_end() -> None:
     used = UsedTickets(max_used=3000)
     nonces = [i.to_bytes(32, "big") for i in range(10_000)]
     for i, nonce in enumerate(nonces):
-        assert used.take(nonce, expires_at_ms=i + 2000, now_ms=i) is Use.FIRST
-        assert used.take(nonce, expires_at_ms=i + 2000, now_ms=i) is Use.AGAIN
+        assert used.take(nonce, expires_at_ms=i + 2000, now_ms=i) is TicketUse.FIRST
+        assert used.take(nonce, expires_at_ms=i + 2000, now_ms=i) is TicketUse.AGAIN
         assert len(used._expiry_ms) <= 3000
     for nonce in nonces[-1000:]:
-        assert used.take(nonce, expires_at_ms=10**6, now_ms=10_000) is Use.AGAIN
+        assert used.take(nonce, expires_at_ms=10**6, now_ms=10_000) is TicketUse.AGAIN
     full = UsedTickets(max_used=2)
-    assert [full.take(nonce, expires_at_ms=10, now_ms=1) for nonce in nonces[:3]] == [Use.FIRST, Use.FIRST, Use.NO_ROOM]
+    assert [full.take(nonce, expires_at_ms=10, now_ms=1) for nonce in nonces[:3]] == [
+        TicketUse.FIRST,
+        TicketUse.FIRST,
+        TicketUse.NO_ROOM,
+    ]
     full.give_back(nonces[0])
-    assert full.take(nonces[2], expires_at_ms=10, now_ms=1) is Use.FIRST
-    assert full.take(nonces[3], expires_at_ms=20, now_ms=10) is Use.FIRST  # the others are over
+    assert full.take(nonces[2], expires_at_ms=10, now_ms=1) is TicketUse.FIRST
+    assert full.take(nonces[3], expires_at_ms=20, now_ms=10) is TicketUse.FIRST  # the others are over
 
 
 # --- doors ------------------------------------------------------------------------------------------------------------

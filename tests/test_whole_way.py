@@ -13,11 +13,12 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, is_writer, parts
 from headwater.layout.spec import DType, KVLayout, Plane, combine, declare_role
-from headwater.storage.base import GetStatus, PutStatus, Store
+from headwater.storage.base import Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
@@ -80,7 +81,7 @@ def metas(part: Part, identity: CacheIdentity, num_tokens: int) -> list[PageMeta
     ]
 
 
-def write(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], block_ids: list[int]) -> list[PutStatus]:
+def write(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], block_ids: list[int]) -> list[Status]:
     sizes = part.layout.plane_bytes
     with create_host_cache(frame_bytes(sizes), len(pages)) as host:
         order = list(range(len(pages)))
@@ -89,13 +90,13 @@ def write(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], b
         return put_sealed(store, unsealed, part.layout, now_ms=int(time.time() * 1000), deadline=soon())
 
 
-def load(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], block_ids: list[int]) -> list[GetStatus]:
+def load(store: Store, cache: DeviceCache, part: Part, pages: list[PageMeta], block_ids: list[int]) -> list[Status]:
     sizes = part.layout.plane_bytes
     reader = VerifiedStore(store, identity=pages[0].identity, plane_bytes=sizes)
     with create_host_cache(reader.frame_bytes, len(pages)) as host:
         wanted = [(meta.name, host.page(i)) for i, meta in enumerate(pages)]
         results = reader.get_into(wanted, deadline=soon())
-        hit = [i for i, status in enumerate(results) if status is GetStatus.HIT]
+        hit = [i for i, status in enumerate(results) if status is Status.HIT]
         ids = [block_ids[i] for i in hit]
         scatter(cache, ids, host.pages, hit, layout=part.layout, payload_offset=header_bytes(len(sizes)))
         return results
@@ -115,8 +116,8 @@ def test_every_layout_comes_back_bit_for_bit(store: Store, name: str, device: st
     there, back = [7, 0, 3, 9, 4], [1, 8, 2, 6, 5]
     with create_kv_cache(layout, 10, device) as source, create_kv_cache(layout, 10, device) as target:
         randomise(source, seed=1)
-        assert write(store, source, part, pages, there) == [PutStatus.STORED] * NUM_BLOCKS
-        assert load(store, target, part, pages, back) == [GetStatus.HIT] * NUM_BLOCKS
+        assert write(store, source, part, pages, there) == [Status.STORED] * NUM_BLOCKS
+        assert load(store, target, part, pages, back) == [Status.HIT] * NUM_BLOCKS
         assert blocks(target, back) == blocks(source, there)
         assert any(map(any, blocks(target, back)))
 
@@ -134,10 +135,10 @@ def test_ranks_share_a_store_and_replicated_planes_are_stored_once(store: Store)
                 with create_kv_cache(part.layout, 1) as cache, create_kv_cache(part.layout, 1) as target:
                     randomise(cache, seed=len(stored))
                     status = write(store, cache, part, pages, [0])
-                    assert status == [PutStatus.EXISTS if pages[0].name in stored else PutStatus.STORED]
+                    assert status == [Status.EXISTS if pages[0].name in stored else Status.STORED]
                     stored.add(pages[0].name)
-                    if status == [PutStatus.STORED]:
-                        assert load(store, target, part, pages, [0]) == [GetStatus.HIT]
+                    if status == [Status.STORED]:
+                        assert load(store, target, part, pages, [0]) == [Status.HIT]
                         assert blocks(target, [0]) == blocks(cache, [0])
     # One whole block; then the latent part once for both sizes, and two and four shards of the heads.
     assert len(stored) == 1 + 1 + 2 + 4
@@ -152,7 +153,7 @@ def test_a_partial_tail_comes_back_with_zeros_behind_it(store: Store) -> None:
     with create_kv_cache(layout, 2) as source, create_kv_cache(layout, 2) as target:
         randomise(source, seed=3)
         write(store, source, part, pages, [0, 1])
-        assert load(store, target, part, pages, [0, 1]) == [GetStatus.HIT] * 2
+        assert load(store, target, part, pages, [0, 1]) == [Status.HIT] * 2
         assert blocks(target, [0]) == blocks(source, [0])
         before, after = (cache.rows[layout.index("key", 1)][1].view(8, 64, 128) for cache in (source, target))
         assert torch.equal(after[:, :10], before[:, :10])
@@ -172,4 +173,4 @@ def test_pages_of_another_identity_or_tenant_are_misses(store: Store) -> None:
     with create_kv_cache(layout, 2) as cache:
         write(store, cache, part, metas(part, mine, 128), [0, 1])
         for other in others:
-            assert load(store, cache, part, metas(part, other, 128), [0, 1]) == [GetStatus.MISS] * 2
+            assert load(store, cache, part, metas(part, other, 128), [0, 1]) == [Status.MISS] * 2

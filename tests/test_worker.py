@@ -1,4 +1,4 @@
-"""The hands: bytes come back bit for bit, results say what happened, and who is waited for goes first."""
+"""The executor: bytes come back bit for bit, results say what happened, and who is waited for goes first."""
 
 import subprocess
 import sys
@@ -12,19 +12,13 @@ import torch
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import (
-    Copied,
-    Event,
-    Failure,
-    JobDone,
-    Load,
-    Save,
-)
+from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.page import page_name
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import Header, frame_bytes, parse
 from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Shard
-from headwater.storage.base import GetStatus, PutStatus, Store
+from headwater.storage.base import Store
 from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
@@ -58,7 +52,7 @@ LIMIT_BYTES = 16 << 20
 def frame_of(store: Store, name: bytes) -> bytes:
     """What a store holds under a name."""
     buffer = memoryview(bytearray(FRAME_BYTES))
-    assert store.get_into([(name, buffer)], deadline=soon()) == [GetStatus.HIT]  # type: ignore[list-item]
+    assert store.get_into([(name, buffer)], deadline=soon()) == [Status.HIT]  # type: ignore[list-item]
     return bytes(buffer)
 
 
@@ -86,7 +80,7 @@ def test_device_to_store_to_device_bit_for_bit(make: Callable[..., Rig], store: 
     source, target = list(range(70)), list(range(200, 130, -1))
     rig.saved(source)
     rig.loaded(target, source)
-    assert [rig.ear.results(rig.look(71))[i] for i in (0, 69, 70)] == ["held", "held", "absent"]
+    assert [rig.ear.results(rig.probe(71))[i] for i in (0, 69, 70)] == ["held", "held", "absent"]
 
 
 def test_promoted_frames_are_the_same_frames(make: Callable[..., Rig], shm: Path) -> None:
@@ -197,7 +191,7 @@ def test_a_load_stops_at_the_first_block_that_is_not_there(make: Callable[..., R
 def test_a_bad_page_is_said_and_what_follows_is_not_used(make: Callable[..., Rig]) -> None:
     store = OddStore()
 
-    def spoil(found: list[GetStatus]) -> list[GetStatus]:
+    def spoil(found: list[Status]) -> list[Status]:
         store.buffers[2][-1] ^= 1
         return found
 
@@ -263,7 +257,7 @@ def test_copied_comes_before_the_last_put_is_through(make: Callable[..., Rig]) -
 
 def test_a_save_stops_behind_the_first_page_that_is_not_held(make: Callable[..., Rig]) -> None:
     rig = make(slice_pages=4)
-    odd(rig).answers["put"] = lambda found: [PutStatus.NO_ROOM if i == 2 else one for i, one in enumerate(found)]
+    odd(rig).answers["put"] = lambda found: [Status.NO_ROOM if i == 2 else one for i, one in enumerate(found)]
     job = rig.save(range(12))
     assert rig.ear.results(job) == ["stored", "stored", "no_room", "stored"] + ["no_parent"] * 8
     assert odd(rig).calls().count("put") == 1
@@ -286,7 +280,7 @@ def test_a_promotion_says_what_it_could_not_read_and_what_was_not_kept(make: Cal
     assert rig.ear.results(rig.promote(10, "host", store="disk")) == ["stored"] * 6 + ["failed"] * 4
     assert rig.ear.results(rig.promote(6, "host", store="disk")) == ["exists"] * 6
     rig.saved(range(12), store="disk", chain=2)
-    odd(rig).answers["put"] = lambda found: [PutStatus.NO_ROOM for _ in found]
+    odd(rig).answers["put"] = lambda found: [Status.NO_ROOM for _ in found]
     job = rig.promote(12, "host", store="disk", chain=2)
     assert rig.ear.results(job) == ["no_room"] * 4 + ["no_parent"] * 8
 
@@ -301,7 +295,7 @@ def test_a_promotion_that_runs_out_of_time_is_late_for_the_rest(make: Callable[.
 
 def test_jobs_of_nothing_end_too(make: Callable[..., Rig]) -> None:
     rig = make({"host": OddStore(), "disk": OddStore()})
-    jobs = [rig.look(0), rig.load([]), rig.save([]), rig.promote(0, "disk")]
+    jobs = [rig.probe(0), rig.load([]), rig.save([]), rig.promote(0, "disk")]
     assert [rig.ear.results(job) for job in jobs] == [[]] * 4
 
 
@@ -312,13 +306,13 @@ def test_looks_and_loads_pass_saves_and_promotions_hold_up_nobody(make: Callable
     rig = make({"host": OddStore(), "disk": OddStore()}, threads_per_store=1)
     rig.saved(range(2))
     odd(rig).gates["contains"].shut()
-    first = rig.look(1)
+    first = rig.probe(1)
     odd(rig).gates["contains"].wait_for_arrival()
     waiting = [
         *(rig.save(range(2), chain=2), rig.save(range(2), chain=3), rig.promote(2, "disk"), rig.promote(1, "disk")),
-        *(rig.load(range(100, 102)), rig.look(2), rig.load(range(102, 104))),
+        *(rig.load(range(100, 102)), rig.probe(2), rig.load(range(102, 104))),
     ]
-    save, other_save, promotion, other_promotion, load, look, other_load = waiting
+    save, other_save, promotion, other_promotion, load, probe, other_load = waiting
     assert [set(rig.ear.results(job)) for job in (promotion, other_promotion)] == [{"stored"}, {"exists"}]
     assert rig.metrics.value("queue_jobs", tier="host") == 5
     assert rig.metrics.value("queue_bytes", tier="host") == 8 * FRAME_BYTES
@@ -326,7 +320,7 @@ def test_looks_and_loads_pass_saves_and_promotions_hold_up_nobody(make: Callable
     assert rig.worker.drain(PATIENCE_S)
     order = [event.job for event in rig.ear.events if isinstance(event, JobDone)][1:]
     order = [job for job in order if job not in (promotion, other_promotion)]
-    assert order == [first, load, look, other_load, save, other_save]
+    assert order == [first, load, probe, other_load, save, other_save]
     assert rig.metrics.value("queue_jobs", tier="host") == rig.metrics.value("queue_bytes", tier="host") == 0
 
 
@@ -389,7 +383,7 @@ def test_a_store_that_hangs_in_put_can_still_be_read(make: Callable[..., Rig]) -
         if chain < 5:
             odd(rig).gates["put"].wait_for_arrival()
         rig.pass_time(6)
-        assert rig.ear.failure(job) is Failure.LATE
+        assert rig.ear.failure(job) is Reason.LATE
     assert odd(rig).calls().count("put") == 1 + 3
     rig.save(range(2), chain=9, within_s=1000)
     for _ in range(3):  # the last thread is not given to that save
@@ -401,6 +395,6 @@ def test_a_slow_store_does_not_hold_up_another(make: Callable[..., Rig]) -> None
     rig.saved(range(4))
     for call in CALLS:
         odd(rig, "disk").gates[call].shut()
-    slow = [rig.look(4, store="disk"), rig.load(range(100, 104), store="disk"), rig.save(range(4), store="disk")]
+    slow = [rig.probe(4, store="disk"), rig.load(range(100, 104), store="disk"), rig.save(range(4), store="disk")]
     rig.loaded(range(200, 204), range(4))
     assert not any(rig.ear.ends(job) for job in slow)

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from headwater.core.events import (
-    Cancel,
-    Copied,
-    Failure,
-    JobFailed,
-    Stuck,
-)
+from headwater.core.events import Cancel, Copied, JobFailed, Stuck
+from headwater.core.results import Reason
 from headwater.testing.clock import FakeClock
 from worker_kit import (
     FRAME_BYTES,
@@ -48,7 +43,7 @@ def test_a_call_that_does_not_return_is_late_and_keeps_its_pages_and_writes_noth
     held = rig.worker.num_held_pages
     assert held == 8
     rig.pass_time(6)
-    assert rig.ear.failure(job) is Failure.LATE
+    assert rig.ear.failure(job) is Reason.LATE
     assert rig.worker.num_held_pages == held
     for buffer in kept:
         buffer[:] = b"\xaa" * FRAME_BYTES
@@ -59,7 +54,7 @@ def test_a_call_that_does_not_return_is_late_and_keeps_its_pages_and_writes_noth
     writes = len(rig.staging.scattered)
     odd(rig).open()
     assert rig.worker.drain(PATIENCE_S)
-    rig.ear.results(rig.look(1))  # by a thread that may be the one that was stuck
+    rig.ear.results(rig.probe(1))  # by a thread that may be the one that was stuck
     assert rig.worker.close(PATIENCE_S)
     assert len(rig.staging.scattered) == writes
     assert rig.untouched(range(100, 108))
@@ -73,7 +68,7 @@ def test_a_save_that_hangs_is_late_and_reads_its_slots_no_more(make: Callable[..
     job = rig.save(range(8), within_s=5)
     odd(rig).gates[call].wait_for_arrival()
     rig.pass_time(6)
-    assert rig.ear.failure(job) is Failure.LATE
+    assert rig.ear.failure(job) is Reason.LATE
     reads = len(rig.staging.gathered)
     odd(rig).open()
     assert rig.worker.close(PATIENCE_S)
@@ -87,35 +82,35 @@ def test_a_hanging_look_or_promotion_is_late(make: Callable[..., Rig]) -> None:
     rig.saved(range(2), store="disk")
     odd(rig).gates["contains"].shut()
     odd(rig).gates["put"].shut()
-    jobs = [rig.look(3, within_s=5), rig.promote(2, "host", store="disk", within_s=5)]
+    jobs = [rig.probe(3, within_s=5), rig.promote(2, "host", store="disk", within_s=5)]
     odd(rig).gates["contains"].wait_for_arrival()
     odd(rig).gates["put"].wait_for_arrival()
     rig.pass_time(6)
-    assert [rig.ear.failure(job) for job in jobs] == [Failure.LATE] * 2
+    assert [rig.ear.failure(job) for job in jobs] == [Reason.LATE] * 2
 
 
 def test_an_answer_after_the_deadline_is_no_answer(make: Callable[..., Rig]) -> None:
     clock = FakeClock()
     rig = make(clock=clock)
     odd(rig).answers["contains"] = slowly(clock)
-    assert rig.ear.failure(rig.look(2, within_s=0.9)) is Failure.LATE
+    assert rig.ear.failure(rig.probe(2, within_s=0.9)) is Reason.LATE
 
 
 def test_a_queued_job_whose_deadline_passes_never_begins(make: Callable[..., Rig]) -> None:
     clock = FakeClock()
     rig = make(clock=clock, threads_per_store=1, max_extra_threads=0)
     odd(rig).gates["contains"].shut()
-    first = rig.look(1, within_s=100)
+    first = rig.probe(1, within_s=100)
     odd(rig).gates["contains"].wait_for_arrival()
-    jobs = [rig.look(2, within_s=5), rig.load([100], within_s=5), rig.save([1], within_s=5), rig.look(3, within_s=50)]
+    jobs = [rig.probe(2, within_s=5), rig.load([100], within_s=5), rig.save([1], within_s=5), rig.probe(3, within_s=50)]
     rig.pass_time(6)
-    assert [rig.ear.failure(job) for job in jobs[:3]] == [Failure.LATE] * 3
+    assert [rig.ear.failure(job) for job in jobs[:3]] == [Reason.LATE] * 3
     assert not rig.ear.ends(first)
     odd(rig).open()
     assert rig.ear.results(first) == ["absent"]
     assert rig.ear.results(jobs[3]) == ["absent"] * 3
     assert [len(names) for _, names in odd(rig).asked] == [1, 3]
-    assert rig.ear.failure(rig.look(4, within_s=-1)) is Failure.LATE
+    assert rig.ear.failure(rig.probe(4, within_s=-1)) is Reason.LATE
     assert [len(names) for _, names in odd(rig).asked] == [1, 3]
 
 
@@ -125,19 +120,19 @@ def test_stuck_threads_are_replaced_up_to_a_bound_and_the_surplus_ends(make: Cal
     gate = odd(rig).gates["contains"]
     gate.shut()
     for _ in range(3):  # the thread and both that may replace it
-        job = rig.look(1, within_s=5)
+        job = rig.probe(1, within_s=5)
         gate.wait_for_arrival()
         rig.pass_time(6)
-        assert rig.ear.failure(job) is Failure.LATE
+        assert rig.ear.failure(job) is Reason.LATE
     assert len(own_threads()) == 3
-    waits = rig.look(1, within_s=5)
+    waits = rig.probe(1, within_s=5)
     rig.pass_time(6)
-    assert rig.ear.failure(waits) is Failure.LATE
+    assert rig.ear.failure(waits) is Reason.LATE
     assert len(odd(rig).asked) == 3
     gate.open()
-    assert rig.ear.results(rig.look(1, within_s=5)) == ["absent"]
+    assert rig.ear.results(rig.probe(1, within_s=5)) == ["absent"]
     wait_until(lambda: len(own_threads()) == 1)
-    assert rig.ear.results(rig.look(1, within_s=5)) == ["absent"]
+    assert rig.ear.results(rig.probe(1, within_s=5)) == ["absent"]
     assert rig.metrics.value("events_total", kind="store_stuck") == 3
 
 
@@ -148,9 +143,9 @@ def test_a_cancelled_job_whose_call_does_not_return_is_replaced_too(make: Callab
     job = rig.save([1], within_s=5)
     odd(rig).gates["put"].wait_for_arrival()
     rig.cancel(job)
-    assert rig.ear.failure(job) is Failure.CANCELLED
+    assert rig.ear.failure(job) is Reason.CANCELLED
     rig.pass_time(6)
-    assert rig.ear.results(rig.look(1, within_s=5)) == ["absent"]
+    assert rig.ear.results(rig.probe(1, within_s=5)) == ["absent"]
 
 
 def test_the_watchdog_sleeps_until_it_is_needed(make: Callable[..., Rig]) -> None:
@@ -164,7 +159,7 @@ def test_the_watchdog_sleeps_until_it_is_needed(make: Callable[..., Rig]) -> Non
     clock = Counting()
     rig = make(clock=clock)
     odd(rig).gates["contains"].shut()
-    rig.look(1)
+    rig.probe(1)
     odd(rig).gates["contains"].wait_for_arrival()
     time.sleep(0.05)  # whoever is still on the way there
     asked = clock.asked
@@ -175,9 +170,9 @@ def test_the_watchdog_sleeps_until_it_is_needed(make: Callable[..., Rig]) -> Non
 def test_the_watchdog_wakes_for_an_earlier_deadline(make: Callable[..., Rig]) -> None:
     rig = make(threads_per_store=1)
     odd(rig).gates["contains"].shut()
-    rig.look(1, within_s=10_000)
+    rig.probe(1, within_s=10_000)
     odd(rig).gates["contains"].wait_for_arrival()
-    assert rig.ear.failure(rig.look(1, within_s=0.05)) is Failure.LATE
+    assert rig.ear.failure(rig.probe(1, within_s=0.05)) is Reason.LATE
 
 
 # --- cancelled --------------------------------------------------------------------------------------------------------
@@ -186,17 +181,17 @@ def test_the_watchdog_wakes_for_an_earlier_deadline(make: Callable[..., Rig]) ->
 def test_cancelled_before_it_began(make: Callable[..., Rig]) -> None:
     rig = make(threads_per_store=1)
     odd(rig).gates["contains"].shut()
-    first = rig.look(1)
+    first = rig.probe(1)
     odd(rig).gates["contains"].wait_for_arrival()
-    jobs = [rig.load([100]), rig.look(2), rig.save([1])]
+    jobs = [rig.load([100]), rig.probe(2), rig.save([1])]
     rig.submit(*(Cancel(job=job) for job in jobs))
-    assert [rig.ear.failure(job) for job in jobs] == [Failure.CANCELLED] * 3
+    assert [rig.ear.failure(job) for job in jobs] == [Reason.CANCELLED] * 3
     assert rig.metrics.value("queue_jobs", tier="host") == 0
     odd(rig).open()
     assert rig.ear.results(first) == ["absent"]
     rig.cancel(first)
     rig.cancel(12345)
-    rig.ear.results(rig.look(3))
+    rig.ear.results(rig.probe(3))
     assert [len(names) for _, names in odd(rig).asked] == [1, 3]
 
 
@@ -207,7 +202,7 @@ def test_cancelled_while_the_store_reads(make: Callable[..., Rig]) -> None:
     job = rig.load(range(100, 104))
     odd(rig).gates["get_into"].wait_for_arrival()
     rig.cancel(job)
-    assert rig.ear.failure(job) is Failure.CANCELLED  # at once, though the store is still at it
+    assert rig.ear.failure(job) is Reason.CANCELLED  # at once, though the store is still at it
     assert rig.worker.num_held_pages == 4
     odd(rig).open()
     assert rig.worker.close(PATIENCE_S)
@@ -222,12 +217,12 @@ def test_cancelled_during_the_scatter_it_ends_after_it_and_writes_no_more(make: 
     job = rig.load(range(100, 108))
     rig.scatter.wait_for_arrival()
     rig.cancel(job)
-    rig.ear.results(rig.look(1))  # the hands go on meanwhile, and the watchdog has been by
+    rig.ear.results(rig.probe(1))  # the executor goes on meanwhile, and the watchdog has been by
     assert not rig.ear.ends(job), "the end was told while slots were being written"
     snapshot: list[bytes] = []
     rig.ear.extra = lambda event: snapshot.append(bytes(rig.staging.device)) if isinstance(event, JobFailed) else None
     rig.scatter.open()
-    assert rig.ear.failure(job) is Failure.CANCELLED
+    assert rig.ear.failure(job) is Reason.CANCELLED
     assert rig.worker.close(PATIENCE_S)
     assert snapshot == [bytes(rig.staging.device)], "a slot was written after the end was told"
     assert rig.untouched(range(104, 108))
@@ -241,7 +236,7 @@ def test_late_during_the_scatter_it_ends_after_it_with_its_hits(make: Callable[.
     job = rig.load(range(100, 108), within_s=5)
     rig.scatter.wait_for_arrival()
     rig.pass_time(6)
-    rig.ear.results(rig.look(1))
+    rig.ear.results(rig.probe(1))
     assert not rig.ear.of(job)
     rig.scatter.open()
     assert rig.ear.results(job) == ["hit"] * 4 + ["late"] * 4
@@ -260,13 +255,13 @@ def test_a_scatter_that_hangs_is_told_at_once_and_ends_when_it_is_over(make: Cal
     wait_until(lambda: rig.ear.of(job) != [])
     assert [type(event) for event in rig.ear.of(job)] == [Stuck]
     assert not rig.worker.wait_layer(job, 0, PATIENCE_S), "who waits for its layers waits for ever"
-    rig.ear.results(rig.look(1))
+    rig.ear.results(rig.probe(1))
     rig.pass_time(100)
-    rig.ear.results(rig.look(1))
+    rig.ear.results(rig.probe(1))
     assert [type(event) for event in rig.ear.of(job)] == [Stuck], "told twice, or ended while it copies"
     assert rig.worker.num_held_pages == 4
     rig.scatter.open()
-    assert rig.ear.failure(job) is Failure.LATE
+    assert rig.ear.failure(job) is Reason.LATE
     wait_until(lambda: rig.worker.num_held_pages == 0)
     assert rig.untouched(range(104, 108))
     assert rig.metrics.value("events_total", kind="copy_stuck") == 1
@@ -279,10 +274,10 @@ def test_a_gather_that_hangs_holds_up_nobody_else(make: Callable[..., Rig]) -> N
     job = rig.save(range(4), within_s=5)
     rig.gather.wait_for_arrival()
     rig.pass_time(6)
-    assert rig.ear.results(rig.look(1)) == ["absent"]
+    assert rig.ear.results(rig.probe(1)) == ["absent"]
     assert not rig.ear.of(job), "a save whose slots are being read has not ended, and nobody waits for it"
     rig.gather.open()
-    assert rig.ear.failure(job) is Failure.LATE
+    assert rig.ear.failure(job) is Reason.LATE
 
 
 def test_cancelled_just_before_the_gather(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +290,7 @@ def test_cancelled_just_before_the_gather(make: Callable[..., Rig], monkeypatch:
         return pages
 
     monkeypatch.setattr(rig.worker._pool, "take", take_and_cancel)
-    assert rig.ear.failure(rig.save(range(4))) is Failure.CANCELLED
+    assert rig.ear.failure(rig.save(range(4))) is Reason.CANCELLED
     assert rig.worker.close(PATIENCE_S)
     assert not rig.staging.gathered
 
@@ -309,10 +304,10 @@ def test_cancelled_during_the_gather_it_ends_after_it_and_stores_nothing(
     job = rig.save(range(num_blocks))
     rig.gather.wait_for_arrival()
     rig.cancel(job)
-    rig.ear.results(rig.look(1))
+    rig.ear.results(rig.probe(1))
     assert not rig.ear.ends(job), "the end was told while slots were being read"
     rig.gather.open()
-    assert rig.ear.failure(job) is Failure.CANCELLED
+    assert rig.ear.failure(job) is Reason.CANCELLED
     assert rig.worker.close(PATIENCE_S)
     assert "put" not in odd(rig).calls()
     assert len(rig.staging.gathered) == 4
@@ -327,7 +322,7 @@ def test_cancelled_while_it_waits_for_pages(make: Callable[..., Rig]) -> None:
     waits = rig.load([101])
     wait_until(lambda: len(rig.worker._pool._waiters) == 1)
     rig.cancel(waits)
-    assert rig.ear.failure(waits) is Failure.CANCELLED
+    assert rig.ear.failure(waits) is Reason.CANCELLED
     wait_until(lambda: not rig.worker._pool._waiters)
     odd(rig).open()
     assert rig.ear.results(first) == ["hit"]
@@ -348,7 +343,7 @@ def test_who_gets_no_pages_in_time_is_late(make: Callable[..., Rig]) -> None:
     job = rig.load([101], within_s=5)
     wait_until(lambda: len(rig.worker._pool._waiters) == 1)
     rig.pass_time(5.5)
-    rig.cancel(rig.look(1))  # something changed: who waits looks at the clock
+    rig.cancel(rig.probe(1))  # something changed: who waits looks at the clock
     assert rig.ear.results(job) == ["late"]
     odd(rig).open()
     assert rig.ear.results(first) == ["hit"]

@@ -24,14 +24,15 @@ from headwater.core.events import (
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Promote,
     Save,
     StoreCopy,
     StoreOff,
 )
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Rig, key, keys
@@ -59,10 +60,10 @@ class WildStore(OpaqueStore):
             return list(answers[:-1])
         return list(answers)
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         return self._wild(self.store.put(pages, deadline=deadline))
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         self._wild([])
         return self._wild(self.store.get_into(pages, deadline=deadline))
 
@@ -85,7 +86,7 @@ class Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.orders: dict[int, Load | Save | Look | StoreCopy] = {}
+        self.orders: dict[int, Load | Save | Probe | StoreCopy] = {}
         self.where: dict[int, tuple[int, int]] = {}  # a job's chain and first depth
         self.left: dict[int, bytes] = {}  # slots of loads, as they were at the end
         self.wrong: list[str] = []
@@ -152,7 +153,7 @@ def test_each_job_ends_once_and_no_byte_is_wrong(seed: int, shm: Path, tmp_path:
             "keys": keys(chain, length, start),
             "deadline_s": time.monotonic() + within_s,
         }
-        kind = chance.choice([Look, Load, Load, Save, Save, Promote, Demote])
+        kind = chance.choice([Probe, Load, Load, Save, Save, Promote, Demote])
         if kind is Save:
             facts |= {"slots": engine.slots(length), "parent": key(chain, start - 1), "depth": start}
             facts["tenant"] = bytes(16)

@@ -1,4 +1,4 @@
-"""Whatever a store, staging, a listener or the end does: each job ends once, and the hands go on."""
+"""Whatever a store, staging, a listener or the end does: each job ends once, and the executor goes on."""
 
 import logging
 import os
@@ -15,17 +15,17 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Event,
-    Failure,
     Granted,
     Instruction,
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Promote,
     StoreOff,
     StoreOn,
 )
+from headwater.core.results import Reason
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
@@ -52,7 +52,7 @@ TROUBLES = [RuntimeError("boom"), ResourceClosed("closed"), TimeoutError(), Syst
 def job_of(rig: Rig, call: str, num_blocks: int = 4) -> int:
     """A job that comes to a call."""
     if call == "contains":
-        return rig.look(num_blocks)
+        return rig.probe(num_blocks)
     return rig.load(range(100, 100 + num_blocks)) if call == "get_into" else rig.save(range(num_blocks), chain=2)
 
 
@@ -63,7 +63,7 @@ def test_whatever_a_store_raises_the_job_failed(make: Callable[..., Rig], call: 
     rig.saved(range(4))
     odd(rig).raises[call] = trouble
     job = job_of(rig, call)
-    assert rig.ear.failure(job) is Failure.FAILED
+    assert rig.ear.failure(job) is Reason.FAILED
     end = rig.ear.end(job)
     assert isinstance(end, JobFailed)
     assert type(trouble).__name__ in end.why
@@ -76,7 +76,7 @@ def test_a_store_that_raises_while_a_bad_page_is_thrown_out(make: Callable[..., 
     rig = make({"host": OddStore(FaultyStore(MemoryStore(1 << 20), Faults(flips_byte=1.0)))})
     rig.saved(range(2))
     odd(rig).raises["delete"] = RuntimeError("boom")
-    assert rig.ear.failure(rig.load([100, 101])) is Failure.FAILED
+    assert rig.ear.failure(rig.load([100, 101])) is Reason.FAILED
     assert rig.untouched([100, 101])
 
 
@@ -102,7 +102,7 @@ def test_nonsense_for_an_answer_is_a_failure(make: Callable[..., Rig], call: str
     ):  # one answer per page: the verifier takes each for a miss
         assert rig.ear.results(job_of(rig, call))[0] == "failed"
     else:
-        assert rig.ear.failure(job_of(rig, call)) is Failure.FAILED
+        assert rig.ear.failure(job_of(rig, call)) is Reason.FAILED
     assert rig.untouched(range(100, 104))
 
 
@@ -144,17 +144,17 @@ def test_staging_that_fails_fails_the_job(make: Callable[..., Rig], trouble: Bas
             raise trouble
 
     rig.staging.on_scatter = rig.staging.on_gather = fail
-    assert rig.ear.failure(rig.load(range(100, 108))) is Failure.FAILED
+    assert rig.ear.failure(rig.load(range(100, 108))) is Reason.FAILED
     assert rig.untouched(range(105, 108))
-    assert rig.ear.failure(rig.save(range(10, 18), chain=2)) is Failure.FAILED
-    assert rig.ear.failure(rig.load([9999])) is Failure.FAILED
+    assert rig.ear.failure(rig.save(range(10, 18), chain=2)) is Reason.FAILED
+    assert rig.ear.failure(rig.load([9999])) is Reason.FAILED
     rig.loaded(range(200, 208), range(8))
 
 
 def test_keys_that_are_none_fail_the_job(make: Callable[..., Rig]) -> None:
     rig = make()
-    rig.submit(Look(job=1, store="host", keys=(b"short",), deadline_s=time.monotonic() + PATIENCE_S))  # type: ignore[arg-type]
-    assert rig.ear.failure(1) is Failure.FAILED
+    rig.submit(Probe(job=1, store="host", keys=(b"short",), deadline_s=time.monotonic() + PATIENCE_S))  # type: ignore[arg-type]
+    assert rig.ear.failure(1) is Reason.FAILED
 
 
 def test_a_store_that_gives_only_bad_pages_is_off_until_it_is_revived(make: Callable[..., Rig]) -> None:
@@ -166,8 +166,8 @@ def test_a_store_that_gives_only_bad_pages_is_off_until_it_is_revived(make: Call
     off = rig.ear.wait(lambda event: isinstance(event, StoreOff))
     assert isinstance(off, StoreOff)
     assert (off.store, "bad pages" in off.why) == ("host", True)
-    for job in (rig.look(1), rig.load([100]), rig.save([1])):
-        assert rig.ear.failure(job) is Failure.FAILED
+    for job in (rig.probe(1), rig.load([100]), rig.save([1])):
+        assert rig.ear.failure(job) is Reason.FAILED
     store.faults = Faults()
     assert rig.worker.revive("host")
     rig.ear.wait(lambda event: isinstance(event, StoreOn))
@@ -184,11 +184,11 @@ def test_a_damaged_store_is_off_until_it_is_revived(make: Callable[..., Rig], tm
     rig.saved(range(4), store="disk")
     rig.saved(range(4))
     os.truncate(tmp_path / "store" / directory.SLAB, 100_000)
-    assert rig.ear.failure(rig.look(4, store="disk")) is Failure.FAILED  # and not: nothing there
+    assert rig.ear.failure(rig.probe(4, store="disk")) is Reason.FAILED  # and not: nothing there
     off = rig.ear.wait(lambda event: isinstance(event, StoreOff))
     assert isinstance(off, StoreOff)
     assert off.store == "disk"
-    assert rig.ear.failure(rig.promote(4, "disk")) is Failure.FAILED
+    assert rig.ear.failure(rig.promote(4, "disk")) is Reason.FAILED
     assert rig.worker.revive("disk")
     rig.ear.wait(lambda event: isinstance(event, StoreOn))
     rig.ear.end(rig.save(range(4), store="disk"))
@@ -200,10 +200,10 @@ def test_a_store_that_cannot_be_put_right_stays_off(make: Callable[..., Rig], tm
     local = open_local(LocalStoreConfig(directory=tmp_path / "store", limit_bytes=LIMIT_BYTES))
     rig = make({"host": local})
     os.truncate(tmp_path / "store" / directory.SLAB, 100_000)
-    rig.ear.end(rig.look(1))
+    rig.ear.end(rig.probe(1))
     local.revive = lambda: False  # type: ignore[method-assign]
     assert not rig.worker.revive("host")
-    assert rig.ear.failure(rig.look(1)) is Failure.FAILED
+    assert rig.ear.failure(rig.probe(1)) is Reason.FAILED
     assert not any(isinstance(event, StoreOn) for event in rig.ear.events)
 
 
@@ -217,7 +217,7 @@ def test_close_ends_everything(make: Callable[..., Rig], caplog: pytest.LogCaptu
     odd(rig).gates["get_into"].shut()
     odd(rig, "disk").gates["put"].shut()
     jobs = [
-        *(rig.load(range(100, 108)), rig.save(range(4), chain=2, store="disk"), rig.look(1, store="disk")),
+        *(rig.load(range(100, 108)), rig.save(range(4), chain=2, store="disk"), rig.probe(1, store="disk")),
         *(rig.save(range(4), chain=3, store="disk"), rig.promote(4, "disk"), rig.load(range(110, 118), store="disk")),
     ]
     odd(rig).gates["get_into"].wait_for_arrival()
@@ -226,9 +226,9 @@ def test_close_ends_everything(make: Callable[..., Rig], caplog: pytest.LogCaptu
         assert not rig.worker.close(0.05)
     assert "not back from a call" in caplog.text
     ends = [rig.ear.end(job) for job in jobs]
-    assert {end.failure for end in ends if isinstance(end, JobFailed)} == {Failure.CANCELLED}
+    assert {end.failure for end in ends if isinstance(end, JobFailed)} == {Reason.CANCELLED}
     with pytest.raises(ResourceClosed):
-        rig.look(1)
+        rig.probe(1)
     with pytest.raises(ResourceClosed):
         rig.worker.revive("host")
     writes = len(rig.staging.scattered)
@@ -249,7 +249,7 @@ def test_close_waits_for_a_copy_under_way(make: Callable[..., Rig]) -> None:
     assert not rig.ear.ends(job)
     rig.scatter.open()
     assert rig.worker.close(PATIENCE_S)
-    assert rig.ear.failure(job) is Failure.CANCELLED
+    assert rig.ear.failure(job) is Reason.CANCELLED
     assert rig.untouched(range(104, 108))
 
 
@@ -259,13 +259,13 @@ def test_drain_waits_for_events(make: Callable[..., Rig]) -> None:
     gate = Gate()
     gate.shut()
     rig.ear.extra = gate
-    rig.look(1)
+    rig.probe(1)
     gate.wait_for_arrival()
     assert not rig.worker.drain(0.02)
     gate.open()
     assert rig.worker.drain(PATIENCE_S)
     odd(rig).gates["contains"].shut()
-    rig.look(1)
+    rig.probe(1)
     assert not rig.worker.drain(0.02)
 
 
@@ -274,9 +274,9 @@ def test_events_are_told_one_at_a_time(make: Callable[..., Rig]) -> None:
     gate = Gate()
     gate.shut()
     rig.ear.extra = gate
-    first = rig.look(1)
+    first = rig.probe(1)
     gate.wait_for_arrival()
-    second = rig.look(1, store="disk")
+    second = rig.probe(1, store="disk")
     wait_until(lambda: bool(rig.worker._ledger._outbox or rig.ear.ends(second)))
     assert not rig.ear.ends(second)
     gate.open()
@@ -297,7 +297,7 @@ def test_a_listener_that_raises_or_submits_disturbs_nobody(
                     wait(1.0)
                 except InvalidInput as error:
                     said.append(str(error))
-            rig.look(1)
+            rig.probe(1)
         raise Unheard("?")
 
     rig.ear.extra = listen
@@ -314,14 +314,14 @@ def test_a_listener_that_raises_or_submits_disturbs_nobody(
 def test_what_is_not_the_hands_work_is_refused_whole(make: Callable[..., Rig]) -> None:
     rig = make({"host": OddStore(), "disk": OddStore()})
     late = {"deadline_s": time.monotonic() + PATIENCE_S}
-    good = Look(job=1, store="host", keys=keys(1, 1), **late)
+    good = Probe(job=1, store="host", keys=keys(1, 1), **late)
     bad: list[tuple[Sequence[Instruction], str]] = [
-        ([good, Granted(request="r", slots=())], "not the hands' work"),
-        ([good, Look(job=2, store="tape", keys=(), **late)], "tape"),
+        ([good, Granted(request="r", slots=())], "not the executor's work"),
+        ([good, Probe(job=2, store="tape", keys=(), **late)], "tape"),
         ([good, Promote(job=2, store="host", target="tape", keys=(), **late)], "tape"),
         ([good, Promote(job=2, store="host", target="host", keys=(), **late)], "to itself"),
         ([good, Load(job=2, store="host", keys=keys(1, 2), slots=(1,), **late)], "2 blocks and 1 slots"),
-        ([good, Look(job=2, store="host", keys=(), deadline_s=float("nan"))], "no deadline"),
+        ([good, Probe(job=2, store="host", keys=(), deadline_s=float("nan"))], "no deadline"),
         ([good, good], "a number of its own"),
     ]
     for instructions, why in bad:
@@ -371,7 +371,7 @@ def test_numbers(make: Callable[..., Rig]) -> None:
     rig.loaded(range(100, 103), range(3))
     assert rig.ear.results(rig.promote(4, "disk")) == ["stored"] * 4
     odd(rig).raises["contains"] = RuntimeError("boom")
-    rig.ear.end(rig.look(1))
+    rig.ear.end(rig.probe(1))
     moved = {
         (tier, way): rig.metrics.value("moved_bytes_total", tier=tier, direction=way)
         for tier in ("host", "disk")
@@ -383,7 +383,7 @@ def test_numbers(make: Callable[..., Rig]) -> None:
         ("disk", "in"): 4 * FRAME_BYTES,
         ("disk", "out"): 0,
     }
-    for job, outcome in (("save", "done"), ("load", "done"), ("promote", "done"), ("look", "failed")):
+    for job, outcome in (("save", "done"), ("load", "done"), ("promote", "done"), ("probe", "failed")):
         assert rig.metrics.value("jobs_total", tier="host", job=job, outcome=outcome) == 1
         assert rig.metrics.value("job_seconds", tier="host", job=job) >= 0
 
@@ -391,5 +391,5 @@ def test_numbers(make: Callable[..., Rig]) -> None:
 def test_jobs_without_end_of_time_leave_nothing_behind(make: Callable[..., Rig]) -> None:
     rig = make()
     for _ in range(1000):
-        rig.ear.end(rig.look(1, within_s=float("inf")))
+        rig.ear.end(rig.probe(1, within_s=float("inf")))
     assert len(rig.worker._alarms) < 600

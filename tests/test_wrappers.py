@@ -11,9 +11,10 @@ import headwater
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Addressable, Deadline, GetStatus, PutStatus, Store
+from headwater.storage.base import Addressable, Deadline, Store
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
 from headwater.storage.local.mapped import MappedStore
@@ -64,7 +65,7 @@ class Registered(MemoryStore):
         self.shown.append(memory)
         return True
 
-    def glance(self, names: Sequence[PageName]) -> list[bool]:
+    def contains_cached(self, names: Sequence[PageName]) -> list[bool]:
         return [True] * len(names)
 
 
@@ -72,11 +73,11 @@ class Registered(MemoryStore):
 def test_what_a_store_can_do_besides_is_passed_on(mapped: MappedStore) -> None:
     for wrapped in (WrapperStore(mapped), WrapperStore(WrapperStore(mapped))):
         assert wrapped.addressable() is mapped
-        assert wrapped.glancing() is mapped
+        assert wrapped.cached_names() is mapped
         assert wrapped.cheap_calls is mapped.cheap_calls is True
     odd = Registered()
     wrapped = WrapperStore(WrapperStore(odd))
-    assert (wrapped.registering(), wrapped.glancing(), wrapped.addressable()) == (odd, odd, None)
+    assert (wrapped.registering(), wrapped.cached_names(), wrapped.addressable()) == (odd, odd, None)
     assert (wrapped.cheap_calls, wrapped.portion_bytes, wrapped.interruptible) == (True, 77, False)
     assert HangingStore(mapped).addressable() is None
     for name, wrap in WRAPPERS.items():
@@ -94,14 +95,14 @@ def test_what_goes_in_place_comes_by_the_delay(mapped: MappedStore) -> None:
     pages = sample_chain(1, 3)
     layout = opaque_layout(PLANE_BYTES, 16)
     frames = [(page.meta, memoryview(bytearray(page.frame))) for page in pages]
-    assert put_sealed(store, frames, layout, now_ms=SEALED_AT_MS, deadline=soon()) == [PutStatus.STORED] * 3
+    assert put_sealed(store, frames, layout, now_ms=SEALED_AT_MS, deadline=soon()) == [Status.STORED] * 3
     assert len(slept) >= 2, "reserved and published"
     num_slept = len(slept)
     assert [borrow.name for borrow in in_place.borrow([pages[0].name], deadline=soon()) if not isinstance(borrow, str)]
     assert len(slept) == num_slept + 1
-    assert in_place.borrow([pages[0].name], deadline=past()) == [GetStatus.LATE]
-    assert in_place.reserve([(pages[0].meta, len(pages[0].frame))], deadline=past()) == [PutStatus.LATE]
-    assert store.glancing() is None
+    assert in_place.borrow([pages[0].name], deadline=past()) == [Status.LATE]
+    assert in_place.reserve([(pages[0].meta, len(pages[0].frame))], deadline=past()) == [Status.LATE]
+    assert store.cached_names() is None
 
 
 @pytest.mark.fault("D8")
@@ -109,8 +110,8 @@ def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
     with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and glancing"):
 
         class Half(WrapperStore):
-            def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
-                return [GetStatus.MISS] * len(pages)
+            def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+                return [Status.MISS] * len(pages)
 
 
 def test_every_wrapper_that_is_shipped_is_tried_here() -> None:
@@ -132,8 +133,8 @@ def test_a_bounded_store_has_no_other_way() -> None:
     with odd:
         calls = Calls(odd)
         bounded = BoundedStore(calls)
-        assert (bounded.addressable(), bounded.glancing(), bounded.registering()) == (None, None, None)
+        assert (bounded.addressable(), bounded.cached_names(), bounded.registering()) == (None, None, None)
         assert bounded.interruptible
-        assert put(bounded, sample_chain(1, 2)) == [PutStatus.STORED] * 2
-        assert read(bounded, sample_chain(1, 2)) == [GetStatus.HIT] * 2
+        assert put(bounded, sample_chain(1, 2)) == [Status.STORED] * 2
+        assert read(bounded, sample_chain(1, 2)) == [Status.HIT] * 2
         assert calls.close()

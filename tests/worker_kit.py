@@ -13,23 +13,23 @@ from headwater.core.events import (
     Copied,
     Demote,
     Event,
-    Failure,
     Instruction,
     Job,
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Promote,
     Save,
     Stuck,
 )
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import OpaqueStore
 from headwater.testing.clock import FakeClock
@@ -89,7 +89,7 @@ class Ear:
         assert isinstance(end, JobDone), end
         return list(end.results)
 
-    def failure(self, job: int) -> Failure:
+    def failure(self, job: int) -> Reason:
         end = self.end(job)
         assert isinstance(end, JobFailed), end
         return end.failure
@@ -140,17 +140,17 @@ class OddStore(OpaqueStore):
         found = real()
         return self.answers[call](found) if call in self.answers else found
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         return self._do("put", [name for name, _ in pages], lambda: self.store.put(pages, deadline=deadline))  # type: ignore[no-any-return]
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         self.buffers = [buffer for _, buffer in pages]
         return self._do("get_into", [name for name, _ in pages], lambda: self.store.get_into(pages, deadline=deadline))  # type: ignore[no-any-return]
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         return self._do("contains", names, lambda: self.store.contains(names, deadline=deadline))  # type: ignore[no-any-return]
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         return self._do("delete", names, lambda: self.store.delete(names, deadline=deadline))  # type: ignore[no-any-return]
 
     def calls(self) -> list[str]:
@@ -208,8 +208,8 @@ class Rig:
     def cancel(self, job: int) -> None:
         self.submit(Cancel(job=job))
 
-    def look(self, num_blocks: int = 1, *, chain: int = 1, store: str = "host", within_s: float = PATIENCE_S) -> int:
-        return self._job(Look, store, keys(chain, num_blocks), within_s)
+    def probe(self, num_blocks: int = 1, *, chain: int = 1, store: str = "host", within_s: float = PATIENCE_S) -> int:
+        return self._job(Probe, store, keys(chain, num_blocks), within_s)
 
     def load(
         self,

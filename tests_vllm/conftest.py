@@ -76,7 +76,7 @@ class Engine:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             if self.worker is not None:
-                self.worker.hands.drain(1.0)
+                self.worker.executor.drain(1.0)
             self.llm.llm_engine.step()
             if not self.core.scheduler.has_requests() and not list(self.scheduler.cache.brain.jobs):
                 return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headwater.storage.base import GetStatus
+from headwater.core.results import Status
 from headwater.transfer.device.wire import Direction
 
 HEAD = [3 + (at * 7) % 250 for at in range(192)]
@@ -102,8 +102,8 @@ class _Sabotage:
         self.way = ""
         self.tried = 0
         self.released = threading.Event()
-        hands = worker.hands._hands
-        load = hands._load
+        executor = worker.executor._runner
+        load = executor._load
 
         def sabotaged(job: Any, order: Any) -> Any:
             if not self.way:
@@ -115,9 +115,9 @@ class _Sabotage:
                 self.released.wait(60)
                 raise OSError("too late anyway")
             got = load(job, order)
-            return [*got[:2], *[GetStatus.CORRUPT] * (len(got) - 2)]  # half of it came, the rest was damaged
+            return [*got[:2], *[Status.CORRUPT] * (len(got) - 2)]  # half of it came, the rest was damaged
 
-        monkeypatch.setattr(hands, "_load", sabotaged)
+        monkeypatch.setattr(executor, "_load", sabotaged)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -150,7 +150,7 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(engine: Any, alone:
         one.empty_device()
         pool = one.scheduler.side.pins._pool
         num_free = pool.get_num_free_blocks()
-        wire = one.worker.staging._engine._lanes[Direction.IN].wire
+        wire = one.worker.staging._engine._queues[Direction.IN].wire
         go_on, finish = threading.Event(), wire.finish
 
         def hang(place: int, *, hurry: bool = False) -> Any:
@@ -168,7 +168,7 @@ def test_a_copy_that_hangs_costs_its_deadline_and_its_blocks(engine: Any, alone:
             assert one.scheduler.side._pinned >= pinned  # and blocks of who wanted to load meanwhile, behind that copy
         finally:
             go_on.set()
-        assert one.worker.hands.drain(20)
+        assert one.worker.executor.drain(20)
         one.tokens([[5] * 20])  # the news come with a step
         assert not one.scheduler.side._pinned
         one.settle()
@@ -206,15 +206,15 @@ def test_blocks_are_kept_while_they_are_read_and_not_for_ever(
     engine: Any, alone: Any, tiers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine("gqa", {**tiers, "host_directory": None, "free_timeout_s": 1.0}) as one:
-        hands = one.worker.hands._hands
+        executor = one.worker.executor._runner
         held = threading.Event()
-        save = hands._save
+        save = executor._save
 
         def slow(job: Any, order: Any) -> Any:
             held.wait(20)
             return save(job, order)
 
-        monkeypatch.setattr(hands, "_save", slow)
+        monkeypatch.setattr(executor, "_save", slow)
         prompt = [9, *PROMPT]
         tokens = one.tokens([prompt])
         scheduler = one.core.scheduler

@@ -6,7 +6,7 @@ are there, and nothing of those before. Full blocks only: a partial tail is its 
 (rule 9).
 
 It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/executor/slices.py`, a store
-that blocks is bounded by `storage/calls.py`, and the cluster hears through whoever is `Told`. What `write` saw durable
+that blocks is bounded by `storage/calls.py`, and the cluster hears through whoever is `MoveListener`. What `write` saw durable
 and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only
 the engine knows, and says with `flush_index`.
 
@@ -22,7 +22,7 @@ from typing import Final, Protocol, Self
 
 from headwater.config import WriteConfig, write_config
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Came, Went
+from headwater.core.events import Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
 from headwater.layout.shard import WHOLE, Shard
@@ -41,10 +41,10 @@ from headwater.transfer.executor.tier import Naming
 _INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
 
 
-class Told(Protocol):
+class MoveListener(Protocol):
     """Who hears what this node holds; `residency/publisher.py` has one that tells a cluster."""
 
-    def offer(self, moves: Iterable[Came | Went]) -> None:
+    def offer(self, moves: Iterable[Stored | Removed]) -> None:
         """Hear of blocks that came to a tier or left it, in order. Must neither block nor raise."""
         ...
 
@@ -65,7 +65,7 @@ class AttentionStore:
         layout: KVLayout,
         shard: Shard = WHOLE,
         part: int = 0,
-        residency: Told | None = None,
+        residency: MoveListener | None = None,
         config: WriteConfig | None = None,
         index_only: bool = False,
         match_timeout_s: float = 1.0,
@@ -218,8 +218,8 @@ class AttentionStore:
         keys, parent, _ = self._path(tokens, start_block, num_blocks, extras, salt)
         row = tuple(keys[start_block:])
         if row:
-            came = Came(tier=tier, keys=row, parent=parent, depth=start_block)
-            self._residency.offer([came if held else Went(tier=tier, keys=row)])
+            came = Stored(tier=tier, keys=row, parent=parent, depth=start_block)
+            self._residency.offer([came if held else Removed(tier=tier, keys=row)])
         return len(row)
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -257,7 +257,7 @@ class AttentionStore:
 
     def _tell_came(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
         if keys and self._residency is not None and self._calls is not None:
-            self._residency.offer([Came(tier=self._calls.name, keys=tuple(keys), parent=parent, depth=depth)])
+            self._residency.offer([Stored(tier=self._calls.name, keys=tuple(keys), parent=parent, depth=depth)])
 
     def _require_open(self) -> None:
         if self._closed:

@@ -80,7 +80,7 @@ class TierConfig:
     name: str
     save: SaveWhen = SaveWhen.COMMIT
     save_after_hits: int = 1
-    look_timeout_s: float = 0.5
+    probe_timeout_s: float = 0.5
     load_timeout_s: float = 5.0
     save_timeout_s: float = 30.0
     max_queued_bytes: int = 1 << 30  # of blocks that wait to be written; what comes on top is dropped, and counted
@@ -98,7 +98,7 @@ class TierConfig:
             raise InvalidConfig(f"a tier's name is a word other than 'device', not {self.name!r}")
         for name in ("save_after_hits", "max_queued_bytes", "breaker_failures"):
             _require_count(name, getattr(self, name), 1)
-        for name in ("look_timeout_s", "load_timeout_s", "save_timeout_s", "max_queued_s", "breaker_pause_s"):
+        for name in ("probe_timeout_s", "load_timeout_s", "save_timeout_s", "max_queued_s", "breaker_pause_s"):
             _require_seconds(name, getattr(self, name))
 
 
@@ -219,7 +219,7 @@ class ServeConfig:
         10.0  # for a prompt's KV: to the pool (then an error), or from it (then computed, or an error)
     )
     pd_recompute: bool = True  # whether a decode node may compute what it could not read
-    look_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
+    probe_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
     load_timeout_s: float = 5.0
     max_body_bytes: int = 8 << 20
     max_prompt_chars: int | None = None  # None: as many as the context's tokens could stand for
@@ -258,7 +258,7 @@ class ServeConfig:
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
         _require_count("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
-        for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "look_timeout_s", "load_timeout_s"):
+        for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "probe_timeout_s", "load_timeout_s"):
             _require_seconds(name, getattr(self, name))
         _require_count("port", self.port, 0)
         if self.port > 65535:
@@ -325,7 +325,7 @@ class ServeConfig:
 
     def tier(self, name: str) -> TierConfig:
         """How the brain uses one store."""
-        return TierConfig(name=name, look_timeout_s=self.look_timeout_s, load_timeout_s=self.load_timeout_s)
+        return TierConfig(name=name, probe_timeout_s=self.probe_timeout_s, load_timeout_s=self.load_timeout_s)
 
     @property
     def in_fleet(self) -> bool:

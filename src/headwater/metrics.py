@@ -36,7 +36,7 @@ OVERFLOW: Final = "overflow"
 BUCKETS_S: Final = (*(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3)), 100.0)
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """What a family's numbers are."""
 
     COUNTER = "counter"
@@ -44,9 +44,9 @@ class Kind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-COUNTER: Final = Kind.COUNTER
-GAUGE: Final = Kind.GAUGE
-HISTOGRAM: Final = Kind.HISTOGRAM
+COUNTER: Final = MetricKind.COUNTER
+GAUGE: Final = MetricKind.GAUGE
+HISTOGRAM: Final = MetricKind.HISTOGRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Family:
     """Numbers of one meaning, told apart by labels."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     help: str
 
@@ -156,7 +156,7 @@ _DECLARED: Final = (
 )
 
 
-def _family(kind: Kind, declared: str, text: str) -> Family:
+def _family(kind: MetricKind, declared: str, text: str) -> Family:
     name, _, labels = declared.rstrip("}").partition("{")
     return Family(name, kind, tuple(labels.split(",")) if labels else (), text)
 
@@ -168,7 +168,7 @@ _Cell = list[float]  # a counter's or gauge's one number; a histogram's buckets,
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class Notice:
     """Something worth telling a person: what, and the facts."""
 
     kind: str
@@ -187,7 +187,7 @@ class Metrics:
         self._num_series = 0
         self._overflowed = False
         self._misuses_told: set[str] = set()
-        self._events: deque[Event] = deque(maxlen=ring_size)
+        self._events: deque[Notice] = deque(maxlen=ring_size)
         self._series: dict[str, dict[tuple[str, ...], _Cell]] = {name: {} for name in FAMILIES}  # by label values
         # The same cells by what calls pass, labels in any order: one look-up instead of checks.
         self._counters: dict[_Key, _Cell] = {}
@@ -241,9 +241,9 @@ class Metrics:
         """Remember an event, and count it as `events_total` under its kind."""
         with self._lock:
             self.count("events_total", kind=kind)
-            self._events.append(Event(kind, facts))
+            self._events.append(Notice(kind, facts))
 
-    def events(self, kind: str | None = None) -> list[Event]:
+    def events(self, kind: str | None = None) -> list[Notice]:
         """The remembered events, oldest first, of one kind or all."""
         with self._lock:
             return [event for event in self._events if kind is None or event.kind == kind]
@@ -302,7 +302,9 @@ class Metrics:
         registry.register(Snapshot())
         return generate_latest(registry).decode()
 
-    def _find(self, kind: Kind, name: str, labels: Mapping[str, str], key: _Key, cells: dict[_Key, _Cell]) -> _Cell:
+    def _find(
+        self, kind: MetricKind, name: str, labels: Mapping[str, str], key: _Key, cells: dict[_Key, _Cell]
+    ) -> _Cell:
         """The cell that a call means, made if need be."""
         family = FAMILIES.get(name)
         if family is None or family.kind is not kind:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cache.cache import TieredCache
-from headwater.cache.executor import NoHands, Recorder
+from headwater.cache.executor import NoExecutor, Recorder
 from headwater.cache.state import Brain
 from headwater.config import (
     MEMORY_URL,
@@ -27,7 +27,7 @@ from headwater.storage.recording import FileRecorder
 from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.transfer.executor.worker import Worker
 from headwater.transfer.ranks.group import Ranks
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 
 if TYPE_CHECKING:
     from headwater.layout.spec import KVLayout
@@ -56,7 +56,7 @@ def open_cache(
     metrics = metrics if metrics is not None else Metrics()
     brain = Brain(config)
     if not stores:
-        return TieredCache(brain, NoHands(), clock=clock, metrics=metrics, recorder=recorder)
+        return TieredCache(brain, NoExecutor(), clock=clock, metrics=metrics, recorder=recorder)
     if staging is None:
         raise InvalidConfig("stores need staging: host pages through which blocks travel")
     block_tokens = config.block_tokens
@@ -82,8 +82,8 @@ def open_rank(
     threads_per_store: int = 2,
     clock: Clock = SYSTEM_CLOCK,
     metrics: Metrics | None = None,
-) -> list[Seat]:
-    """The seats of one rank of a tensor-parallel group: a worker for each of its parts, in this process.
+) -> list[Member]:
+    """The members of one rank of a tensor-parallel group: a worker for each of its parts, in this process.
 
     `layout` is the unsharded one; `stagings` are those of `parts(layout, rank, tp_size)`, in this order. `views`, by
     name: what groups of other `sizes` wrote to one of the stores, as one more store that is only read. Raises
@@ -93,7 +93,7 @@ def open_rank(
     if len(stagings) != len(mine):
         raise InvalidInput(f"rank {rank} of {tp_size} has {len(mine)} parts, and not {len(stagings)}")
     others = [size for size in sizes if size != tp_size]
-    seats: list[Seat] = []
+    members: list[Member] = []
     try:
         for part, staging in zip(mine, stagings, strict=True):
             seen = {
@@ -115,28 +115,28 @@ def open_rank(
                 clock=clock,
                 metrics=metrics,
             )
-            seats.append(Seat(rank, part.shard, number, worker))
+            members.append(Member(rank, part.shard, number, worker))
     except BaseException:
-        for seat in seats:
-            seat.hands.close(0.0)
+        for member in members:
+            member.executor.close(0.0)
         raise
-    return seats
+    return members
 
 
 def open_group(
     config: CacheConfig,
-    seats: Sequence[Seat],
+    members: Sequence[Member],
     *,
     clock: Clock = SYSTEM_CLOCK,
     metrics: Metrics | None = None,
     recorder: Recorder | None = None,
 ) -> TieredCache:
-    """A cache for an engine of several ranks: one brain, and the seats of all ranks as its hands.
+    """A cache for an engine of several ranks: one brain, and the members of all ranks as its executor.
 
-    `config.block_bytes` are those of a block on all ranks together. Raises InvalidInput for seats that are no group.
+    `config.block_bytes` are those of a block on all ranks together. Raises InvalidInput for members that are no group.
     """
     metrics = metrics if metrics is not None else Metrics()
-    ranks = Ranks(seats, stores=[tier.name for tier in config.tiers], clock=clock, metrics=metrics)
+    ranks = Ranks(members, stores=[tier.name for tier in config.tiers], clock=clock, metrics=metrics)
     cache = TieredCache(Brain(config), ranks, clock=clock, metrics=metrics, recorder=recorder)
     ranks.deliver = cache.deliver
     ranks.on_first_layer(cache.notice)

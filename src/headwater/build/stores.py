@@ -15,7 +15,7 @@ from headwater.core.errors import HostTierUnavailable, InvalidConfig, NotInstall
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
 from headwater.storage.disabled import DisabledStore
-from headwater.storage.local import LocalEyes, LocalStore, MappedStore, directory
+from headwater.storage.local import LocalNames, LocalStore, MappedStore, directory
 from headwater.storage.local.slab import Progress
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def open_local(
     metrics: Metrics | None = None,
     clock: Clock = SYSTEM_CLOCK,
     progress: Progress | None = None,
-    only_looks: bool = False,
+    only_probes: bool = False,
 ) -> LocalStore:
     """Open the store of a directory, addressable where it lies in memory. Raises a StoreError that says what to do.
 
-    `only_looks`: this process will ask what is there, and hardly anything else.
+    `only_probes`: this process will ask what is there, and hardly anything else.
     """
-    kind = LocalEyes if only_looks else MappedStore if directory.is_memory(config.directory) else LocalStore
+    kind = LocalNames if only_probes else MappedStore if directory.is_memory(config.directory) else LocalStore
     return kind(config, metrics=metrics, clock=clock, progress=progress)
 
 
@@ -49,11 +49,11 @@ def open_tier(
     metrics: Metrics | None = None,
     clock: Clock = SYSTEM_CLOCK,
     progress: Progress | None = None,
-    only_looks: bool = False,
+    only_probes: bool = False,
 ) -> Store:
     """Open the store of a directory, or say in the log why not and go on without the tier."""
     try:
-        return open_local(config, metrics=metrics, clock=clock, progress=progress, only_looks=only_looks)
+        return open_local(config, metrics=metrics, clock=clock, progress=progress, only_probes=only_probes)
     except StoreError as error:
         log.warning("tier disabled: %s", error)
         if metrics is not None:
@@ -97,11 +97,11 @@ def open_tiers(
     metrics: Metrics,
     progress: Progress | None,
     needs_pool: bool = False,
-    only_looks: bool = False,
+    only_probes: bool = False,
 ) -> dict[str, Store]:
     """The stores that can be had, fastest first, by name; the stack closes them.
 
-    `needs_pool`: a pool that cannot be had is not left out, but raises InvalidConfig. `only_looks`: see `open_local`.
+    `needs_pool`: a pool that cannot be had is not left out, but raises InvalidConfig. `only_probes`: see `open_local`.
     """
     tiers: list[tuple[str, Path | None, int | None, int]] = [
         ("host", config.host_directory, config.host_bytes, HOST_BYTES),
@@ -114,7 +114,9 @@ def open_tiers(
         if num_bytes is None and not directory.has_slab(path):
             num_bytes = default  # otherwise the directory's own limit
         store_config = LocalStoreConfig(directory=path, limit_bytes=num_bytes)
-        store = stack.enter_context(open_tier(store_config, metrics=metrics, progress=progress, only_looks=only_looks))
+        store = stack.enter_context(
+            open_tier(store_config, metrics=metrics, progress=progress, only_probes=only_probes)
+        )
         if not isinstance(store, DisabledStore):
             stores[name] = store
     if config.pool is not None:

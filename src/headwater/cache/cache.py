@@ -1,4 +1,4 @@
-"""TieredCache: what an engine calls. `match / reserve / commit / release` over the brain, with hands and a clock.
+"""TieredCache: what an engine calls. `match / reserve / commit / release` over the brain, with an executor and a clock.
 
     match      what is there of a prompt: on the device at once, in the stores as their answers come in
     reserve    slots for a request, and loads into them where that pays
@@ -7,7 +7,7 @@
     release    the request is over: everything it held is given back, and its bill is handed out
 
 No call waits for a store, but those named `wait`, `drain` and `close`, each until its deadline. Calls may come from
-any thread; what the hands report comes from theirs. One lock keeps them apart, held only while the brain thinks.
+any thread; what the executor reports comes from its own. One lock keeps them apart, held only while the brain thinks.
 
 If the brain fails (`failed`, `shell.py`) every block is a miss. Requests that are left over from before keep their
 slots until they are released, have what they were told they have, and get no more slots: an engine that sees another
@@ -102,7 +102,7 @@ class TieredCache(Shell):
             while True:
                 progress = self._progress(request)
                 record = self.brain.requests.get(request)
-                waiting = progress.loading or (record is not None and bool(record.looks))
+                waiting = progress.loading or (record is not None and bool(record.probes))
                 waiting = waiting and not progress.stuck
                 left_s = until_s - self._clock.monotonic()
                 if not waiting or left_s <= 0 or self._closed:
@@ -123,7 +123,7 @@ class TieredCache(Shell):
             record, generation = self.brain.requests[request], self.generation
             jobs = list(record.loads)
         for job in jobs:
-            if job.results is None and self._hands.wait_layer(job.job, layer, until_s - self._clock.monotonic()):
+            if job.results is None and self._executor.wait_layer(job.job, layer, until_s - self._clock.monotonic()):
                 continue
             with self._lock:  # it is over, or late: then its event says what came of it
                 while (
@@ -197,13 +197,13 @@ class TieredCache(Shell):
 
     def stand_back(self, *, hurry: bool) -> None:
         """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
-        self._hands.stand_back(hurry=hurry)
+        self._executor.stand_back(hurry=hurry)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job is under way. Blocks, until the time is over at most; False if it was."""
-        return self._hands.drain(timeout_s)
+        return self._executor.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all jobs; requests that are still here keep nothing. Idempotent. False if a store did not let go."""
@@ -217,7 +217,7 @@ class TieredCache(Shell):
                 self._recorder.ended(self.brain.digest())
             self._closed = True
             self._changed.notify_all()
-        return self._hands.close(timeout_s)
+        return self._executor.close(timeout_s)
 
     def __enter__(self) -> Self:
         """Return self; it closes itself at the end of the block."""

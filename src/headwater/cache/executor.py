@@ -1,6 +1,6 @@
 """Whom a cache works with: who carries instructions out, who hears what it holds, who writes down what it heard.
 
-Interfaces only, and the hands of a cache that has no stores.
+Interfaces only, and the executor of a cache that has no stores.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class Executor(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
-        """The answer to a Look, if memory has it; None: the store has to be asked. Does not block."""
+    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+        """The answer to a Probe, if memory has it; None: the store has to be asked. Does not block."""
         ...
 
     def stand_back(self, *, hurry: bool) -> None:
@@ -43,13 +43,13 @@ class Executor(Protocol):
         ...
 
 
-class NoHands:
-    """The hands of a cache without stores: nothing is to be done, and nothing is."""
+class NoExecutor:
+    """The executor of a cache without stores: nothing is to be done, and nothing is."""
 
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Forget them."""
 
-    def glance(self, look: ev.Look) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
         """Nobody knows."""
         return None
 
@@ -76,7 +76,7 @@ class NoHands:
 class MoveListener(Protocol):
     """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
 
-    def offer(self, moves: Sequence[ev.Came | ev.Went | ev.Lost]) -> None:
+    def offer(self, moves: Sequence[ev.Stored | ev.Removed | ev.TierLost]) -> None:
         """Hear what came to a tier or left one, in order. Must not block and must not raise."""
         ...
 
@@ -108,7 +108,7 @@ class Recorder(Protocol):
         ...
 
 
-class Clock(Protocol):
+class MonotonicClock(Protocol):
     """Where time comes from."""
 
     def monotonic(self) -> float:

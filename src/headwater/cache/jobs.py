@@ -6,20 +6,21 @@ from typing import Any, Final
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import Breaker
-from headwater.core.events import Failure, Instruction, MissReason, Tell
+from headwater.core.events import Instruction, Tell
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 
 _TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
 _GOOD: Final = frozenset({"hit", "stored", "exists"})
 _BREAKERS: Final = {  # which of a store's breakers a job is a call of
-    JobKind.LOOK: JobKind.LOOK,
+    JobKind.PROBE: JobKind.PROBE,
     JobKind.LOAD: JobKind.LOAD,
     JobKind.SAVE: JobKind.SAVE,
     JobKind.DEMOTE: JobKind.SAVE,
 }
 _WRITES: Final = frozenset({JobKind.SAVE, JobKind.DEMOTE, JobKind.PROMOTE})
 UNREAD: Final = "miss"  # of a Demote: its source did not give the block
-_PATIENCE_S: Final = 0.1  # a Look that an engine gave up after this speaks against the store
+_PATIENCE_S: Final = 0.1  # a Probe that an engine gave up after this speaks against the store
 BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
 
 
@@ -60,7 +61,7 @@ class Jobs:
     ) -> JobRecord:
         """Write a job down, and what it queues: `num_bytes`, else all its blocks. A breaker's probe is used up."""
         if num_bytes is None:
-            num_bytes = 0 if kind is JobKind.LOOK else (end - start) * self.block_bytes
+            num_bytes = 0 if kind is JobKind.PROBE else (end - start) * self.block_bytes
         job = JobRecord(
             job=self._next,
             kind=kind,
@@ -87,7 +88,7 @@ class Jobs:
             self._queue(job, -job.num_bytes)
         return job
 
-    def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Failure | None, now_s: float) -> None:
+    def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Reason | None, now_s: float) -> None:
         """Tell the store's breaker how a job went.
 
         A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
@@ -97,9 +98,9 @@ class Jobs:
         if breaker is None:
             return
         kind = _BREAKERS[job.kind].value
-        hesitant = job.kind is JobKind.LOOK and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
+        hesitant = job.kind is JobKind.PROBE and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
         unread = job.kind is JobKind.DEMOTE and results is not None and results[0] == UNREAD
-        if (failure is Failure.CANCELLED and not hesitant) or unread:
+        if (failure is Reason.CANCELLED and not hesitant) or unread:
             breaker.unproven(now_s)
         elif failure is not None or _all_trouble(results or ()):
             if breaker.failed(now_s):
@@ -152,7 +153,7 @@ class Jobs:
     def _queue(self, job: JobRecord, num_bytes: int) -> None:
         if job.kind is JobKind.LOAD:
             self.tiers[job.store].queued_load_bytes += num_bytes
-        elif job.kind is not JobKind.LOOK:
+        elif job.kind is not JobKind.PROBE:
             self.tiers[job.into].queued_save_bytes += num_bytes
 
     def _tell(self, kind: str, **facts: str) -> None:
@@ -164,10 +165,8 @@ def _all_trouble(results: Sequence[str]) -> bool:
     return not _GOOD.intersection(results) and not _TROUBLE.isdisjoint(results)
 
 
-def reason_of(result: str) -> MissReason:
+def reason_of(result: str) -> Reason:
     """Why a block that a store said it had was not loaded."""
     if result in BAD:
-        return MissReason.CORRUPT
-    return {"miss": MissReason.EVICTED, "late": MissReason.TOO_LATE, "cancelled": MissReason.TOO_LATE}.get(
-        result, MissReason.FAILED
-    )
+        return Reason.CORRUPT
+    return {"miss": Reason.EVICTED, "late": Reason.TOO_LATE, "cancelled": Reason.TOO_LATE}.get(result, Reason.FAILED)

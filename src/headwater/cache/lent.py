@@ -1,6 +1,6 @@
 """The brain of an engine that allocates its device by itself: it decides what is loaded and saved, and counts no slots.
 
-Everything else is the brain's own: looking, loading, saving, breakers, bills, what the cluster hears. What is different
+Everything else is the brain's own: probing, loading, saving, breakers, bills, what the cluster hears. What is different
 is who owns the device (`index/lent.py`): a request's slots are known while it runs, and the engine must not use them
 for others before `reading` says that nothing of the request is read any more, nor while something is loaded into them.
 """
@@ -16,11 +16,12 @@ from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.base import Hold, PrefixIndex
 from headwater.index.lent import LentIndex, LentSlots
 from headwater.index.slots import DeviceSlots
 
-_SEEN: Final = {JobKind.LOOK: "held", JobKind.LOAD: "hit"}  # what these jobs say of a block that is there
+_SEEN: Final = {JobKind.PROBE: "held", JobKind.LOAD: "hit"}  # what these jobs say of a block that is there
 _MARKS_PER_SLOT: Final = 8  # blocks of which it is remembered where they were written
 
 
@@ -81,7 +82,7 @@ class LentBrain(Brain):
             request.reserved_s = event.now_s
         request.own.extend(event.slots[have : have + event.num_load] if first else event.slots[have:])
         if first:
-            self.loader.stop_looking(request)
+            self.loader.stop_probing(request)
             self.loader.load(request, event.now_s)
             self._settle(request, event.now_s)
             request.own.extend(event.slots[have + event.num_load :])
@@ -95,7 +96,7 @@ class LentBrain(Brain):
                 self._paths.forget(unnamed, tier.bit, before=request.num_marks)
         super()._enter(request, keys, now_s, seen=seen)
 
-    def _end(self, job: JobRecord, results: tuple[str, ...], failure: ev.Failure | None, now_s: float) -> None:
+    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Reason | None, now_s: float) -> None:
         if job.kind in _SEEN:  # what a store has lost is to be written again
             there = _SEEN[job.kind]
             lacking = (key for key, result in zip(job.keys, results, strict=True) if result != there)

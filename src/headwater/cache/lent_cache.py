@@ -56,17 +56,17 @@ class LentCache(TieredCache):
             return self._match(arrived)
 
     def lacks(self, key: BlockKey) -> bool:
-        """Whether all stores say at a glance that they have not got a block. Does not block."""
+        """Whether all stores say from memory that they have not got a block. Does not block."""
         with self._lock:
             now_s = self._now_s()
-            looks = (ev.Look(job=0, store=tier, keys=(key,), deadline_s=now_s) for tier in self.brain.tiers)
-            return all(self._hands.glance(look) == ("absent",) for look in looks)
+            probes = (ev.Probe(job=0, store=tier, keys=(key,), deadline_s=now_s) for tier in self.brain.tiers)
+            return all(self._executor.contains_cached(probe) == ("absent",) for probe in probes)
 
-    def looking(self, request: str) -> bool:
+    def probing(self, request: str) -> bool:
         """Whether stores are still being asked."""
         with self._lock:
             record = self.brain.requests.get(request)
-            return record is not None and bool(record.looks)
+            return record is not None and bool(record.probes)
 
     def promise(self, request: str) -> tuple[int, tuple[tuple[str, int], ...]]:
         """How many blocks would be loaded now, and how many of them from which store."""

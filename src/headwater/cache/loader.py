@@ -14,8 +14,9 @@ from headwater.cache.jobs import Jobs, reason_of
 from headwater.cache.placement import ComputeCost, load_pays
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.core.breaker import BreakerState
-from headwater.core.events import Cancel, Failure, Load, Look, MissReason, Promote
+from headwater.core.events import Cancel, Load, Probe, Promote
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.base import PrefixIndex
 
 _HELD: Final = frozenset({"stored", "exists"})
@@ -42,53 +43,53 @@ class Loader:
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    def look(self, request: RequestRecord, now_s: float) -> None:
+    def probe(self, request: RequestRecord, now_s: float) -> None:
         """Ask every store for what is not on the device. What they said before is forgotten."""
-        self.stop_looking(request)
+        self.stop_probing(request)
         request.held.clear()
         request.unasked.clear()
         request.asked_s, request.answered_s = now_s, None
-        request.look_start = start = request.hold.num_blocks
+        request.probe_start = start = request.hold.num_blocks
         rest = tuple(request.keys[start:])
         for tier in self._jobs.tiers.values() if rest else ():
-            if not tier.breakers[JobKind.LOOK].would_allow(now_s):
-                request.unasked[tier.name] = MissReason.FAILED
+            if not tier.breakers[JobKind.PROBE].would_allow(now_s):
+                request.unasked[tier.name] = Reason.FAILED
                 continue
             row: dict[str, Any] = {"keys": rest, "parent": request.before(start)}
-            job = self._jobs.begin(JobKind.LOOK, tier, start, start + len(rest), now_s, request=request, **row)
-            request.looks[tier.name] = job.job
-            deadline_s = now_s + tier.config.look_timeout_s
-            self._jobs.out.append(Look(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
+            job = self._jobs.begin(JobKind.PROBE, tier, start, start + len(rest), now_s, request=request, **row)
+            request.probes[tier.name] = job.job
+            deadline_s = now_s + tier.config.probe_timeout_s
+            self._jobs.out.append(Probe(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
 
-    def looked(self, request: RequestRecord, job: JobRecord, results: Sequence[str], failure: Failure | None) -> None:
+    def probed(self, request: RequestRecord, job: JobRecord, results: Sequence[str], failure: Reason | None) -> None:
         """A store answered, or did not."""
-        request.looks.pop(job.store, None)
+        request.probes.pop(job.store, None)
         if failure is None:
             request.held[job.store] = bytearray(map("held".__eq__, results))
         else:
-            request.unasked[job.store] = reason_of("failed" if failure is Failure.FAILED else "late")
+            request.unasked[job.store] = reason_of("failed" if failure is Reason.FAILED else "late")
 
-    def stop_looking(self, request: RequestRecord) -> None:
+    def stop_probing(self, request: RequestRecord) -> None:
         """Who did not answer in time is not waited for."""
-        for store, job in request.looks.items():
-            request.unasked[store] = MissReason.TOO_LATE
+        for store, job in request.probes.items():
+            request.unasked[store] = Reason.TOO_LATE
             self._jobs[job].request = None
             self._jobs.out.append(Cancel(job=job))
-        request.looks.clear()
+        request.probes.clear()
 
     def where(self, request: RequestRecord, at: int) -> str | None:
         """The fastest store that says it has a block."""
-        if at < request.look_start:  # it was on the device when the stores were asked
+        if at < request.probe_start:  # it was on the device when the stores were asked
             return None
         for name in self._jobs.tiers:
             held = request.held.get(name)
-            if held is not None and held[at - request.look_start]:
+            if held is not None and held[at - request.probe_start]:
                 return name
         return None
 
     def row_end(self, request: RequestRecord, at: int, end: int) -> int:
         """Where the row of blocks ends that one store has, or that none has. Reads bytes, not blocks."""
-        first = request.look_start
+        first = request.probe_start
         if at < first:
             return min(first, end)
         ends = [end]
@@ -113,10 +114,10 @@ class Loader:
         """
         end = min(request.num_prompt, request.num_blocks)
         if promised:
-            if request.base < request.look_start:  # it had to give room since: what stores said is of other blocks
+            if request.base < request.probe_start:  # it had to give room since: what stores said is of other blocks
                 request.held.clear()
-                request.look_start = request.base
-            request.held[promised] = bytearray(b"\1") * (request.num_prompt - request.look_start)
+                request.probe_start = request.base
+            request.held[promised] = bytearray(b"\1") * (request.num_prompt - request.probe_start)
             request.unasked.pop(promised, None)
         at = request.load_end = request.base
         while at < end and (name := self.where(request, at)) is not None:
@@ -126,7 +127,7 @@ class Loader:
                 return
             if not tier.breakers[JobKind.LOAD].would_allow(now_s):  # since it was asked: a slower store may have it too
                 del request.held[name]
-                request.unasked[name] = MissReason.FAILED
+                request.unasked[name] = Reason.FAILED
                 continue
             row: dict[str, Any] = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
             job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request, **row)
@@ -174,12 +175,12 @@ class Loader:
     def _explain(self, request: RequestRecord) -> None:
         """Say of each block that has to be computed why."""
         silent = next(iter(request.unasked.values()), None)
-        hole: MissReason | None = None  # why the first block that no store has is a miss
+        hole: Reason | None = None  # why the first block that no store has is a miss
         at = request.hold.num_blocks
         while at < request.num_prompt:
             end = self.row_end(request, at, request.num_prompt)
             if self.where(request, at) is not None:
-                reasons = {hole or request.broken or MissReason.NOT_WORTH_IT: end - at}
+                reasons = {hole or request.broken or Reason.NOT_WORTH_IT: end - at}
             else:
                 reasons = self._absent(request, at, end, silent)
                 hole = hole or next(iter(reasons))
@@ -187,19 +188,19 @@ class Loader:
                 request.misses[reason] = request.misses.get(reason, 0) + num
             at = end
         if request.num_unnamed:
-            reason = hole or request.broken or MissReason.NEVER_STORED
+            reason = hole or request.broken or Reason.NEVER_STORED
             request.misses[reason] = request.misses.get(reason, 0) + request.num_unnamed
 
-    def _absent(self, request: RequestRecord, at: int, end: int, silent: MissReason | None) -> dict[MissReason, int]:
+    def _absent(self, request: RequestRecord, at: int, end: int, silent: Reason | None) -> dict[Reason, int]:
         """Why blocks that no store has are misses; that of the first comes first."""
         if silent is not None:
             return {silent: end - at}
-        if at < request.look_start:
-            return {MissReason.EVICTED: end - at}
+        if at < request.probe_start:
+            return {Reason.EVICTED: end - at}
         ghosts = self._index.ghosts
         known = [key in ghosts for key in request.keys[at:end]] if len(ghosts) else [False] * (end - at)
-        found = {MissReason.EVICTED: sum(known), MissReason.NEVER_STORED: end - at - sum(known)}
-        first = MissReason.EVICTED if known[0] else MissReason.NEVER_STORED
+        found = {Reason.EVICTED: sum(known), Reason.NEVER_STORED: end - at - sum(known)}
+        first = Reason.EVICTED if known[0] else Reason.NEVER_STORED
         return {first: found.pop(first), **{reason: num for reason, num in found.items() if num}}
 
     # --- while a request waits ----------------------------------------------------------------------------------------
@@ -207,13 +208,13 @@ class Loader:
     def prefetch(self, request: RequestRecord, now_s: float) -> None:
         """Bring the first row that only a slower store has to the fastest one."""
         target = next(iter(self._jobs.tiers.values()))
-        at, end = request.look_start, request.num_prompt
+        at, end = request.probe_start, request.num_prompt
         while at < end and self.where(request, at) == target.name:
             at += 1
         source = self.where(request, at) if at < end else None
         if source is None or target.name not in request.held:
             return
-        if at == request.look_start and self._index.num_marked(request.hold, target.bit) < at:
+        if at == request.probe_start and self._index.num_marked(request.hold, target.bit) < at:
             return  # the fastest store lacks what the row builds on
         row_end = self.row_end(request, at, end)
         tier = self._jobs.tiers[source]
@@ -236,5 +237,5 @@ class Loader:
         held = request.held.get(job.target or "") if request is not None and not request.reserved else None
         if request is None or held is None:
             return
-        for at, result in enumerate(results, job.start - request.look_start):
+        for at, result in enumerate(results, job.start - request.probe_start):
             held[at] |= result in _HELD

@@ -16,7 +16,7 @@ class BlockStatus(enum.StrEnum):
     MISS = "miss"
 
 
-class Part(NamedTuple):
+class MatchPart(NamedTuple):
     """Blocks [start, end) of a prompt, all in one state. `tier` is where they are, if they are."""
 
     status: BlockStatus
@@ -31,7 +31,7 @@ class Match:
 
     request: str
     num_blocks: int
-    parts: tuple[Part, ...]
+    parts: tuple[MatchPart, ...]
 
     def __iter__(self) -> Iterator[tuple[BlockStatus, str | None]]:
         """Block by block."""

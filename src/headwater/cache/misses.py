@@ -13,8 +13,8 @@ from headwater.cache.records import RequestRecord
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig
 from headwater.core import events as ev
-from headwater.core.events import MissReason
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.base import PrefixIndex
 from headwater.index.lent import LentIndex
 from headwater.index.slots import DeviceSlots, SlotState
@@ -32,7 +32,7 @@ class MissBrain(Brain):
 
     def _arrived(self, event: ev.Arrived) -> None:
         super()._arrived(event)
-        self.requests[event.request].unasked["brain"] = MissReason.FAILED
+        self.requests[event.request].unasked["brain"] = Reason.FAILED
 
     def _status(self, request: RequestRecord, at: int) -> tuple[BlockStatus, str | None]:
         return BlockStatus.MISS, None

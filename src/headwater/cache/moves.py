@@ -15,11 +15,11 @@ from headwater.cache.match import DEVICE
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import BreakerState
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
 from headwater.index.base import Victim
 
-Move = Came | Went | Lost
+Move = Stored | Removed | TierLost
 
 _THERE: Final = {
     JobKind.SAVE: frozenset({"stored", "exists"}),
@@ -50,19 +50,19 @@ class Moves:
     def entered(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
         """Blocks were computed or loaded: they are on the device."""
         if self.watched and keys:
-            self._fresh.append(Came(tier=DEVICE, keys=tuple(keys), parent=parent, depth=depth))
+            self._fresh.append(Stored(tier=DEVICE, keys=tuple(keys), parent=parent, depth=depth))
 
     def evicted(self, victims: Iterable[Victim]) -> None:
         """Blocks left the device."""
         if self.watched and (keys := tuple(victim.key for victim in victims)):
-            self._fresh.append(Went(tier=DEVICE, keys=keys))
+            self._fresh.append(Removed(tier=DEVICE, keys=keys))
 
     def ended(self, job: JobRecord, results: Sequence[str], into: TierState) -> None:
         """A job says of each of its blocks what became of it, in the tier that it read or wrote."""
         if not self.watched:
             return
         tier, off = into.name, into.state is BreakerState.OFF
-        if job.kind is JobKind.LOOK:
+        if job.kind is JobKind.PROBE:
             self._went(tier, (key for key, result in zip(job.keys, results, strict=True) if result == "absent"))
             return
         there = _THERE[job.kind]
@@ -71,7 +71,7 @@ class Moves:
             end = at + sum(1 for _ in row)
             if held and not off:
                 parent = job.keys[at - 1] if at else job.parent
-                self._fresh.append(Came(tier=tier, keys=job.keys[at:end], parent=parent, depth=job.start + at))
+                self._fresh.append(Stored(tier=tier, keys=job.keys[at:end], parent=parent, depth=job.start + at))
             at = end
         bad = next((i for i, result in enumerate(results) if result not in there), None)
         if bad is not None and job.kind is JobKind.DEMOTE and results[bad] == UNREAD:
@@ -85,9 +85,9 @@ class Moves:
     def lost(self, tier: str) -> None:
         """A store was switched off."""
         if self.watched:
-            self._fresh.append(Lost(tier=tier))
+            self._fresh.append(TierLost(tier=tier))
 
     def _went(self, tier: str, keys: Iterable[BlockKey]) -> None:
         gone = tuple(keys)
         if gone:
-            self._fresh.append(Went(tier=tier, keys=gone))
+            self._fresh.append(Removed(tier=tier, keys=gone))

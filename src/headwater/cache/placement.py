@@ -16,7 +16,7 @@ _WORTH: Final = 0.75  # of computing, that a load may take: what is expected is 
 _FORGOTTEN_S: Final = 30.0  # a tier that was too slow to be used is tried again: nobody else would find it well
 
 
-class Pace:
+class BytePace:
     """Seconds per byte, smoothed over jobs. Unknown until the first, and again when the last was long ago."""
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class TierState:
         self.bit = bit  # of this store in a block's marks
         self.breakers = {
             kind: Breaker(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
-            for kind in (JobKind.LOOK, JobKind.LOAD, JobKind.SAVE)
+            for kind in (JobKind.PROBE, JobKind.LOAD, JobKind.SAVE)
         }
-        self.loading = Pace()
-        self.saving = Pace()
+        self.loading = BytePace()
+        self.saving = BytePace()
         self.lag_s: float | None = None  # from saying what is to be loaded to hearing that it was, but for the loading
         self.queued_load_bytes = 0
         self.queued_save_bytes = 0

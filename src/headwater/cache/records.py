@@ -3,15 +3,15 @@
 import enum
 from dataclasses import dataclass, field
 
-from headwater.core.events import MissReason
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.base import Hold
 
 
 class JobKind(enum.StrEnum):
     """What a job does."""
 
-    LOOK = "look"
+    PROBE = "probe"
     LOAD = "load"
     SAVE = "save"
     DEMOTE = "demote"
@@ -44,7 +44,7 @@ class JobRecord:
 
     @property
     def into(self) -> str:
-        """The store that it writes to; of a Look or a Load, the one that it asks."""
+        """The store that it writes to; of a Probe or a Load, the one that it asks."""
         return self.target or self.store
 
 
@@ -61,23 +61,23 @@ class RequestRecord:
     num_unnamed: int = 0  # blocks of the prompt behind those: they get their names when they were computed
     num_marks: int = 0  # how often blocks had been marked as stored when it asked
     resumed: bool = False  # it was here before, and was preempted
-    looks: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
+    probes: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
     asked_s: float = 0.0  # when the stores were asked, the last time
     answered_s: float | None = None  # when no store was being asked any more
     gave_way: bool = False  # it had to give up its hold: what it finds again counts as no hit
-    look_start: int = 0  # depth from which on stores were asked
+    probe_start: int = 0  # depth from which on stores were asked
     held: dict[str, bytearray] = field(default_factory=dict)  # their answers, one byte a block from there on
-    unasked: dict[str, MissReason] = field(default_factory=dict)  # stores that gave no answer, and why
+    unasked: dict[str, Reason] = field(default_factory=dict)  # stores that gave no answer, and why
     base: int = -1  # blocks that were on the device when it reserved; -1: it has not
     own: list[int] = field(default_factory=list)  # slots of its blocks from `base` on; some may be known by now
     loads: list[JobRecord] = field(default_factory=list)  # in order of depth
     load_end: int = 0  # blocks before this were worth loading
-    broken: MissReason | None = None  # why loading stopped
+    broken: Reason | None = None  # why loading stopped
     num_loaded: dict[str, int] = field(default_factory=dict)  # blocks that were loaded, by store
     loaded_bytes: int = 0
     reserved_s: float = 0.0
     ready_s: float | None = None  # when nothing was being loaded any more
-    misses: dict[MissReason, int] = field(default_factory=dict)
+    misses: dict[Reason, int] = field(default_factory=dict)
     gone: bool = False  # it left; jobs for it may still be under way
 
     @property

@@ -1,6 +1,6 @@
-"""The shell around a brain: the lock, the hands, what is counted and told; and what follows a brain that failed.
+"""The shell around a brain: the lock, the executor, what is counted and told; and what follows a brain that failed.
 
-Who calls is in `cache.py`. Here is what happens with an event: the brain hears it, the hands get what it says.
+Who calls is in `cache.py`. Here is what happens with an event: the brain hears it, the executor gets what it says.
 
 A brain that raises, or finds that its books do not agree, is not believed any more: it fails closed. One that only
 misses (`misses.py`) takes its place, jobs under way are cancelled, and it is said once, loudly. So that no slot is
@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from headwater.cache.custody import Custody
-from headwater.cache.executor import Clock, Executor, MoveListener, Recorder
+from headwater.cache.executor import Executor, MonotonicClock, MoveListener, Recorder
 from headwater.cache.match import DEVICE
 from headwater.cache.misses import MissBrain
 from headwater.cache.state import Brain
@@ -30,30 +30,30 @@ log = logging.getLogger("headwater")
 
 
 class Shell:
-    """A brain, its hands and its clock. Calls may come from any thread."""
+    """A brain, its executor and its clock. Calls may come from any thread."""
 
     misses: ClassVar[type[Brain]] = MissBrain  # what takes the place of a brain that failed
 
     def __init__(
         self,
         brain: Brain,
-        hands: Executor,
+        executor: Executor,
         *,
-        clock: Clock,
+        clock: MonotonicClock,
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Takes the hands over: `close` closes them. `recorder` hears all that the brain hears and says."""
+        """Takes the executor over: `close` closes it. `recorder` hears all that the brain hears and says."""
         self.brain = brain
         self.metrics = metrics if metrics is not None else Metrics()
         self.failed: str | None = None  # why the brain is one that only misses
         self.generation = 0  # how often the brain was replaced: who runs since before is left over
         self.on_change: Callable[[], None] | None = None  # called, without a lock, when a job of anybody has ended
         self._kind, self._config = type(brain), brain.config
-        self._hands = hands
+        self._executor = executor
         self._clock = clock
         self._recorder = recorder
-        self._lock = threading.RLock()  # re-entered where hands report at once, as in virtual time
+        self._lock = threading.RLock()  # re-entered where an executor reports at once, as in virtual time
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._announcer: MoveListener | None = None
@@ -64,10 +64,10 @@ class Shell:
         if recorder is not None:
             recorder.began(brain)
 
-    # --- what the hands and others say --------------------------------------------------------------------------------
+    # --- what the executor and others say -----------------------------------------------------------------------------
 
     def deliver(self, event: ev.Event) -> None:
-        """Hear what became of a job. For the hands; raises nothing, because nobody there could help."""
+        """Hear what became of a job. For the executor; raises nothing, because nobody there could help."""
         with self._lock:
             try:
                 if not self._is_old(event):
@@ -87,7 +87,7 @@ class Shell:
             self.brain.moves.watched = True
 
     def notice(self) -> None:
-        """Something may have changed that no event tells: a load has begun to arrive. For the hands."""
+        """Something may have changed that no event tells: a load has begun to arrive. For the executor."""
         if self.on_change is not None:
             self.on_change()
 
@@ -110,7 +110,7 @@ class Shell:
 
     def revive(self, tier: str) -> bool:
         """Put a store right that was switched off, and use it again; False if not. Blocks, seconds for a rebuild."""
-        return self._hands.revive(tier)
+        return self._executor.revive(tier)
 
     def revive_brain(self) -> bool:
         """Begin with a fresh brain after one failed: nothing is on the device, stores have what they have.
@@ -145,9 +145,9 @@ class Shell:
         self.metrics.count("brain_failures_total")
         self.metrics.event("brain_failed", why=why)
         if self._announcer is not None:
-            self._announcer.offer([ev.Lost(tier=name) for name in (DEVICE, *self.tiers)])
-        with suppress(HeadwaterError):  # if the hands are closed, they have ended all jobs
-            self._hands.submit([ev.Cancel(job=number) for number in self._old.jobs])
+            self._announcer.offer([ev.TierLost(tier=name) for name in (DEVICE, *self.tiers)])
+        with suppress(HeadwaterError):  # if the executor is closed, it has ended all jobs
+            self._executor.submit([ev.Cancel(job=number) for number in self._old.jobs])
 
     def _renew(self, kind: type[Brain]) -> None:
         """Another brain takes over. Whatever was promised by the last one is kept, and nothing of it believed."""
@@ -192,7 +192,7 @@ class Shell:
         return self._clock.monotonic()
 
     def _handle(self, event: ev.Event) -> list[ev.Instruction]:
-        """Have the brain hear an event, and the hands what it says. Raises InvalidInput: then nothing has changed.
+        """Have the brain hear an event, and the executor what it says. Raises InvalidInput: then nothing has changed.
 
         If the brain fails, nothing was said, and another one is there.
         """
@@ -216,7 +216,7 @@ class Shell:
             answers, interrupt = self._pass_on(event, out)
         except BaseException as error:
             if self._closed and isinstance(error, ResourceClosed):
-                return out  # the hands have ended all jobs
+                return out  # the executor has ended all jobs
             self._fail(error, event, heard=True)
             if not isinstance(error, Exception):
                 raise
@@ -230,7 +230,7 @@ class Shell:
         return out
 
     def _pass_on(self, event: ev.Event, out: Sequence[ev.Instruction]) -> tuple[list[ev.JobDone], BaseException | None]:
-        """Count, tell, and have the hands begin. Returns what they knew at a glance, and what interrupted that."""
+        """Count, tell, and have the executor begin. Returns what it knew from memory, and what interrupted that."""
         self._report(out)
         if self._announcer is not None and (moves := self.brain.moves.take()):
             self._announcer.offer(moves)
@@ -240,9 +240,9 @@ class Shell:
         answers: list[ev.JobDone] = []
         interrupt: BaseException | None = None
         for one in out:
-            if isinstance(one, ev.Look) and interrupt is None:
+            if isinstance(one, ev.Probe) and interrupt is None:
                 try:
-                    seen = self._hands.glance(one)
+                    seen = self._executor.contains_cached(one)
                 except (KeyboardInterrupt, SystemExit) as error:  # the caller's: after what is to be begun
                     interrupt, seen = error, None
                 if seen is not None:
@@ -259,7 +259,7 @@ class Shell:
                 self._custody.named(one.request, self.brain.requests[one.request].hold.num_blocks)
         if work:
             try:
-                self._hands.submit(work)
+                self._executor.submit(work)
             except HeadwaterError:  # they took none of it
                 for one in work:
                     self._custody.ended(one.job) if isinstance(one, ev.Job) else None

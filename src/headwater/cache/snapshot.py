@@ -18,13 +18,13 @@ def digest(brain: "Brain") -> str:
     requests = [
         [
             *(request.request, [key.hex() for key in request.keys], request.hold.num_blocks, request.base),
-            *(request.own, request.looks, {name: held.hex() for name, held in request.held.items()}),
+            *(request.own, request.probes, {name: held.hex() for name, held in request.held.items()}),
             *(
                 [[job.job, job.results] for job in request.loads],
                 request.ready_s,
                 request.misses,
                 request.broken,
-                request.look_start,
+                request.probe_start,
             ),
             *(request.unasked, request.num_loaded, request.loaded_bytes, request.reserved_s, request.num_prompt),
             *(

@@ -24,7 +24,7 @@ from headwater.cache import snapshot
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
-from headwater.cache.match import DEVICE, BlockStatus, Match, Part
+from headwater.cache.match import DEVICE, BlockStatus, Match, MatchPart
 from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
@@ -32,10 +32,11 @@ from headwater.cache.saver import Saver
 from headwater.config import CacheConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
-from headwater.core.events import Event, Failure, Instruction
+from headwater.core.events import Event, Instruction
 from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
+from headwater.core.results import Reason
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
@@ -126,8 +127,8 @@ class Brain:
                 raise InvalidInput(f"request {event.request!r} is here already, and is another or has reserved")
             if self._advance(known, event.now_s):
                 self.saver.hit(known, event.now_s)
-            if known.hold.num_blocks < known.look_start:  # it had to give room, and lost blocks meanwhile
-                self.loader.look(known, event.now_s)
+            if known.hold.num_blocks < known.probe_start:  # it had to give room, and lost blocks meanwhile
+                self.loader.probe(known, event.now_s)
             return
         keys = list(event.keys)
         _require_keys([event.root, *keys])
@@ -147,7 +148,7 @@ class Brain:
             asked_s=event.now_s,
         )
         self.requests[event.request] = request
-        self.loader.look(request, event.now_s)
+        self.loader.probe(request, event.now_s)
         self.saver.hit(request, event.now_s)
 
     def _first_hold(self, event: ev.Arrived) -> Hold:
@@ -158,9 +159,9 @@ class Brain:
         """What is there of a request's prompt now. Changes nothing."""
         request = self._request(name)
         on_device, total = min(request.hold.num_blocks, request.num_prompt), request.num_prompt
-        parts: list[Part] = []
+        parts: list[MatchPart] = []
         if on_device:
-            parts.append(Part(BlockStatus.HIT, DEVICE, 0, on_device))
+            parts.append(MatchPart(BlockStatus.HIT, DEVICE, 0, on_device))
         at = on_device
         while at < total:
             status, tier = self._status(request, at)
@@ -168,7 +169,7 @@ class Brain:
             if parts and parts[-1][:2] == (status, tier):
                 parts[-1] = parts[-1]._replace(end=end)
             else:
-                parts.append(Part(status, tier, at, end))
+                parts.append(MatchPart(status, tier, at, end))
             at = end
             if status is BlockStatus.MISS or (status is BlockStatus.PENDING and not request.reserved):
                 parts[-1] = parts[-1]._replace(end=total)  # nobody can say more of what comes behind
@@ -182,7 +183,7 @@ class Brain:
         tier = self.loader.where(request, at)
         if tier is not None:
             return BlockStatus.HIT, tier
-        pending = request.looks or request.keys[at] in self.pending
+        pending = request.probes or request.keys[at] in self.pending
         return (BlockStatus.PENDING if pending else BlockStatus.MISS), None
 
     # --- a request takes slots ----------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class Brain:
             self.pending.setdefault(key, event.request)
         self._out.append(ev.Granted(request=event.request, slots=self._table(request)))
         if first:
-            self.loader.stop_looking(request)
+            self.loader.stop_probing(request)
             if event.load:
                 self.loader.load(request, event.now_s, promised=event.promised)
             self._settle(request, event.now_s)
@@ -219,7 +220,7 @@ class Brain:
     def _make_way(self, request: RequestRecord, num_wanted: int, now_s: float) -> None:
         """Before a request that would run is refused, who only waits gives up its hold, the newest first.
 
-        Then saves that wait for a slow store give up their blocks; that takes effect when the hands have heard it.
+        Then saves that wait for a slow store give up their blocks; that takes effect when the executor has heard it.
         """
         if num_wanted > self.slots.num_slots - sum(len(one.own) for one in self.requests.values()):
             return  # it could not be had if all of them gave way
@@ -244,7 +245,7 @@ class Brain:
 
     def _gave_up(self, event: ev.GaveUp) -> None:
         request = self._request(event.request)
-        self.loader.stop_looking(request)
+        self.loader.stop_probing(request)
         self.loader.give_up(request)
 
     # --- a request commits and leaves ---------------------------------------------------------------------------------
@@ -283,7 +284,7 @@ class Brain:
         request = self._request(event.request)
         del self.requests[event.request]
         request.gone = True  # its saves, demotions and promotions go on: the next turn may want them
-        self.loader.stop_looking(request)
+        self.loader.stop_probing(request)
         locked: set[int] = set()
         for job in request.loads:
             if job.results is None:
@@ -338,7 +339,7 @@ class Brain:
             )
         )
 
-    # --- what the hands report ----------------------------------------------------------------------------------------
+    # --- what the executor reports ------------------------------------------------------------------------------------
 
     def _copied(self, event: ev.Copied) -> None:
         job = self.jobs.get(event.job)
@@ -350,7 +351,7 @@ class Brain:
         job = self.jobs.get(event.job)
         if job is not None and job.kind is JobKind.LOAD and not job.stuck:
             job.stuck = True
-            self.jobs.judge(job, None, Failure.LATE, event.now_s)
+            self.jobs.judge(job, None, Reason.LATE, event.now_s)
 
     def _job_done(self, event: ev.JobDone) -> None:
         job = self.jobs.end(event.job)
@@ -358,7 +359,7 @@ class Brain:
             return
         tier = self.tiers[job.store]
         if len(event.results) != job.end - job.start:
-            self._end(job, ("failed",) * (job.end - job.start), Failure.FAILED, event.now_s)
+            self._end(job, ("failed",) * (job.end - job.start), Reason.FAILED, event.now_s)
             return
         whole = not {"failed", "late"}.intersection(event.results)  # one that was cut short tells nothing of speed
         if job.kind is JobKind.LOAD and whole:
@@ -373,7 +374,7 @@ class Brain:
         if job is not None:
             self._end(job, (event.failure.value,) * (job.end - job.start), event.failure, event.now_s)
 
-    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Failure | None, now_s: float) -> None:
+    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Reason | None, now_s: float) -> None:
         if not job.stuck:  # that was held against the store already
             self.jobs.judge(job, results, failure, now_s)
         self.moves.ended(job, results, self.tiers[job.into])
@@ -390,8 +391,8 @@ class Brain:
         elif job.kind is JobKind.PROMOTE:
             self.loader.promoted(job, request, results)
         elif request is not None and not request.reserved:
-            self.loader.looked(request, job, results, failure)
-            if not request.looks:
+            self.loader.probed(request, job, results, failure)
+            if not request.probes:
                 request.answered_s = now_s
                 if self.config.prefetch:
                     self.loader.prefetch(request, now_s)

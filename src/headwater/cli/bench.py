@@ -58,7 +58,7 @@ def bench_ttft(
     """Time to the first token, cold and from each tier, over prompt lengths; and the cost when nothing hits."""
     from headwater.lab.bench import ttft
 
-    options = ttft.Options(
+    options = ttft.TtftOptions(
         shape=shape,
         device=device,
         lengths=tuple(numbers("lengths", lengths)),
@@ -86,7 +86,7 @@ def bench_handoff(
     """Hand prompts from one engine process to another through a pool in memory, beside two plain copies."""
     from headwater.lab.bench import handoff
 
-    options = handoff.Options(
+    options = handoff.HandoffOptions(
         shape=shape,
         device=device,
         lengths=tuple(numbers("lengths", lengths)),
@@ -119,7 +119,7 @@ def bench_copy(
     """Copy blocks between device and host memory, beside one contiguous copy; and what that costs a model meanwhile."""
     from headwater.lab.bench import copy
 
-    options = copy.Options(
+    options = copy.CopyOptions(
         device=device,
         layouts=tuple(layouts.split(",")) if layouts is not None else tuple(copy.layouts()),
         blocks=tuple(numbers("blocks", blocks)) if blocks is not None else None,
@@ -150,7 +150,7 @@ def bench_pool(
     from headwater.lab.bench import pool as pools
     from headwater.lab.bench.pool_ways import NAMES
 
-    options = pools.Options(
+    options = pools.PoolOptions(
         stores=tuple(stores.split(",")) if stores is not None else NAMES,
         page_kib=tuple(numbers("page-kib", page_kib)),
         batch_pages=batch,
@@ -176,7 +176,9 @@ def bench_serve(
     """Hold conversations over HTTP, with the cache and without: what is computed, when tokens come, equal answers."""
     from headwater.lab.bench import serve as load
 
-    options = load.Options(conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device)
+    options = load.ServeOptions(
+        conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device
+    )
     with draw.progress() as tell:
         report = load.run(options, tell=tell)
     print_json(report.document()) if as_json else draw.report(report)
@@ -216,7 +218,7 @@ def bench_pd(
     """Prefill and decode apart, beside one node for both: when tokens come, what the pool costs, equal answers."""
     from headwater.lab.bench import pd as apart
 
-    options = apart.Options(
+    options = apart.PdOptions(
         model=model,
         shape=shape,
         device=device,
@@ -260,7 +262,7 @@ def bench_store(
     """Write, evict and read pages in memory and on disk, beside memcpy, one file per block, and plain pwrite/pread."""
     from headwater.lab.bench import store
 
-    options = store.Options(
+    options = store.StoreOptions(
         directory=directory,
         disk_directory=disk_directory,
         page_kib=page_kib,

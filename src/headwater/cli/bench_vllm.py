@@ -90,7 +90,7 @@ def bench_vllm(
     names = tuple(vllm_alone.ALIASES.get(name, name) for name in contenders.split(",")) if contenders else None
     interpreter = python if python is not None else sys.executable
     if course == "alone":
-        options = vllm_stages.Options(
+        options = vllm_stages.StageOptions(
             python=interpreter,
             device=device,
             contenders=names or vllm_stages.USUAL,
@@ -118,7 +118,7 @@ def bench_vllm(
         if out is not None:
             write_json(out / "vllm.json", report.document())
     else:
-        turns = vllm.Options(
+        turns = vllm.VllmOptions(
             python=interpreter,
             lmcache=lmcache,
             contenders=names or vllm_contenders.NAMES,

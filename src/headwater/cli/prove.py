@@ -220,7 +220,7 @@ def replay(
     """
     from headwater.lab.replay import plot as picture
     from headwater.lab.replay import sweep as replays
-    from headwater.lab.replay.bill import Setup
+    from headwater.lab.replay.bill import ReplaySetup
     from headwater.lab.replay.synthetic import Synthetic
     from headwater.lab.replay.trace import Trace, TraceFile
 
@@ -238,7 +238,7 @@ def replay(
         )
     default = replays.CAPACITIES if plot is None else replays.PLOT_CAPACITIES
     setups = [
-        Setup(
+        ReplaySetup(
             policy=name,
             blocks=number,
             store_blocks=store_blocks,

@@ -101,7 +101,7 @@ def serve(
     lease: Annotated[float, typer.Option(help="Seconds that routers believe what this node last said.")] = 6.0,
     drain: Annotated[float, typer.Option(help="Seconds that requests under way get when the server is ended.")] = 0.0,
     pd_timeout: Annotated[float, typer.Option(help="Seconds that a decode node may read one prompt's KV.")] = 10.0,
-    look_timeout: Annotated[
+    probe_timeout: Annotated[
         float, typer.Option(help="Seconds that a tier may take to say what it has; then it is a miss.")
     ] = 0.5,
     load_timeout: Annotated[
@@ -185,7 +185,7 @@ def serve(
         pd_via=config.pd_via(),
         pd_timeout_s=pd_timeout,
         pd_recompute=recompute,
-        look_timeout_s=look_timeout,
+        probe_timeout_s=probe_timeout,
         load_timeout_s=load_timeout,
         max_body_bytes=max_body_mib << 20,
         max_prompt_chars=max_prompt_chars,

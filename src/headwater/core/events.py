@@ -1,43 +1,24 @@
 """What the brain hears and what it says: plain values that survive JSON.
 
-Events come in (what an engine asks for, what became of a job), instructions go out (what the hands shall do, what the
-engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and hands
+Events come in (what an engine asks for, what became of a job), instructions go out (what the executor shall do, what the
+engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and executor
 may live in different processes, and an incident is a file of events that can be handled again (`encode`, `decode`).
 
 Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
-A *job* is one instruction to the hands, by number. Each job ends with exactly one JobDone or JobFailed, whatever
+A *job* is one instruction to the executor, by number. Each job ends with exactly one JobDone or JobFailed, whatever
 happens to it; what comes after that is ignored. One whose copy hangs has not ended: of a Load, Stuck says so.
 """
 
 import dataclasses
-import enum
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 
 NO_TENANT: Final = bytes(16)
-
-
-class MissReason(enum.StrEnum):
-    """Why a block had to be computed."""
-
-    NEVER_STORED = "never_stored"
-    EVICTED = "evicted"  # it was known once, or a store said it had it and then had not
-    FAILED = "failed"  # a store could not be asked or read
-    CORRUPT = "corrupt"  # what was read did not verify
-    TOO_LATE = "too_late"  # an answer or the bytes did not come in time
-    NOT_WORTH_IT = "not_worth_it"  # computing was expected to be faster than loading
-
-
-class Failure(enum.StrEnum):
-    """Why a job ended without a result."""
-
-    FAILED = "failed"
-    LATE = "late"
-    CANCELLED = "cancelled"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +103,7 @@ class Vacated(Event):
     slots: tuple[int, ...]
 
 
-# --- what the hands say -----------------------------------------------------------------------------------------------
+# --- what the executor says -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +127,7 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Look "held" or "absent"; for a Load a store's get status; for Save, Demote and Promote a put status, or of a
+    For a Probe "held" or "absent"; for a Load a store's get status; for Save, Demote and Promote a put status, or of a
     Demote "miss" where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
     stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
@@ -162,7 +143,7 @@ class JobFailed(Event):
     """A job ended without a result. A Load that failed may have written to some slots, and writes to none any more."""
 
     job: int
-    failure: Failure
+    failure: Reason
     why: str = ""
 
 
@@ -191,7 +172,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Instruction):
-    """Work for the hands. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy.
+    """Work for the executor. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy.
 
     A Load whose copy takes longer is Stuck until it ends.
     """
@@ -203,7 +184,7 @@ class Job(Instruction):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Look(Job):
+class Probe(Job):
     """Ask a store which blocks it has."""
 
 
@@ -285,7 +266,7 @@ class Tell(Instruction):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Came(Instruction):
+class Stored(Instruction):
     """A row of blocks is in a tier now: "device", or a store that was seen to have them. `parent` is before the first.
 
     Said of what was computed, of what a store took or gave verified; never of what somebody merely asked about.
@@ -298,7 +279,7 @@ class Came(Instruction):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Went(Instruction):
+class Removed(Instruction):
     """Blocks are not in a tier any more, or were seen not to be there. Where they lay, who heard them come knows."""
 
     tier: str
@@ -306,7 +287,7 @@ class Went(Instruction):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Lost(Instruction):
+class TierLost(Instruction):
     """A store was switched off: nothing is in it, as far as anybody can rely on it."""
 
     tier: str
@@ -317,7 +298,7 @@ _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     for kind in (
         *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
         *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Look, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Came, Went, Lost),
+        *(Probe, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
     )
 }
 _HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode
@@ -338,7 +319,7 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
         fields = {name: _lively(field) for name, field in document.items() if name != "is"}
         kind = _KINDS[document["is"]]
         if kind is JobFailed:
-            fields["failure"] = Failure(fields["failure"])
+            fields["failure"] = Reason(fields["failure"])
         value = kind(**fields)
         hints = _HINTS[kind]
         wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]

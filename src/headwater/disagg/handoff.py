@@ -22,15 +22,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from headwater.attention_store import Told
+from headwater.attention_store import MoveListener
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Came
+from headwater.core.events import Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens
+from headwater.core.results import Reason
 from headwater.disagg.mover import Mover
-from headwater.disagg.outcome import Fetched, Missing, Moved, Reason, Sent, Unsent
+from headwater.disagg.outcome import Fetched, Missing, Moved, Sent, Unsent
 from headwater.disagg.prompt import NamedPrompt, name_prompt
-from headwater.disagg.protocol import NONCE_BYTES, Finish, FirstToken, SamplerState, Ticket, check
+from headwater.disagg.protocol import NONCE_BYTES, FirstToken, FirstTokenFinish, SamplerState, Ticket, check
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 
@@ -51,7 +52,7 @@ class Sender(Protocol):
         first: FirstToken,
         sampler: SamplerState,
         deadline: Deadline,
-        finish: Finish = Finish.GOES_ON,
+        finish: FirstTokenFinish = FirstTokenFinish.GOES_ON,
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -92,7 +93,7 @@ class PoolSender:
         pool: str,
         tp_size: int = 1,
         ttl_s: float = 120.0,
-        residency: Told | None = None,
+        residency: MoveListener | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`layout` is the unsharded one, `pool` the sort of pool (`config.pool_kind`), `ttl_s` how long tickets live.
@@ -120,7 +121,7 @@ class PoolSender:
         first: FirstToken,
         sampler: SamplerState,
         deadline: Deadline,
-        finish: Finish = Finish.GOES_ON,
+        finish: FirstTokenFinish = FirstTokenFinish.GOES_ON,
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -204,7 +205,7 @@ class PoolReceiver:
         layout: KVLayout,
         pool: str,
         tp_size: int = 1,
-        residency: Told | None = None,
+        residency: MoveListener | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """As PoolSender; movers with a view also read what other tensor-parallel sizes wrote. Raises InvalidConfig."""
@@ -332,6 +333,6 @@ def _check_end(movers: Sequence[Mover], identity: CacheIdentity, layout: KVLayou
             raise InvalidConfig("a mover is of another identity, or of another block size")
 
 
-def _tell(residency: Told | None, tier: str, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
+def _tell(residency: MoveListener | None, tier: str, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
     if keys and residency is not None:
-        residency.offer([Came(tier=tier, keys=tuple(keys), parent=parent, depth=depth)])
+        residency.offer([Stored(tier=tier, keys=tuple(keys), parent=parent, depth=depth)])

@@ -23,7 +23,7 @@ _HEX: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class NodeLoad:
     """How busy a node is."""
 
     running: int = 0
@@ -69,7 +69,7 @@ class Heartbeat:
     max_answers: int | None = None  # that a request may ask for, all its prompts together
     draining: bool = False  # takes nothing new
     clock_s: float | None = None  # what its clock on the wall shows
-    load: Load = field(default_factory=Load)
+    load: NodeLoad = field(default_factory=NodeLoad)
     rates: Rates = field(default_factory=Rates)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Heartbeat:
             role = Role(str(known["role"]))
         except ValueError as error:
             raise InvalidInput(f"role must be one of {', '.join(Role)}, not {known['role']!r:.80}") from error
-        inner: dict[str, Any] = {"load": _part(Load, known.get("load")), "rates": _part(Rates, known.get("rates"))}
+        inner: dict[str, Any] = {"load": _part(NodeLoad, known.get("load")), "rates": _part(Rates, known.get("rates"))}
         return cls(**{**known, **inner, "role": role})
 
     def document(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Heartbeat:
 _REQUIRED: Final = ("node", "url", "role", "model", "identity", "block_tokens", "layout", "lease_s")
 
 
-def _part(kind: type[Load] | type[Rates], value: object) -> Load | Rates:
+def _part(kind: type[NodeLoad] | type[Rates], value: object) -> NodeLoad | Rates:
     if value is None:
         return kind()
     if not isinstance(value, dict):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from headwater.core.errors import InvalidConfig
-from headwater.disagg.outcome import Reason
+from headwater.core.results import Reason
 from headwater.storage.base import Deadline
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.staging import Staging

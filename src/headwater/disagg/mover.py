@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from headwater.config import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.page import PageName
+from headwater.core.results import Reason
 from headwater.disagg.lanes import Lane, Lanes
-from headwater.disagg.outcome import AGAIN_READ, AGAIN_WRITE, Moved, Reason, why_call, why_row
+from headwater.disagg.outcome import AGAIN_READ, AGAIN_WRITE, Moved, why_call, why_row
 from headwater.disagg.prompt import NamedPrompt
 from headwater.disagg.protocol import Tail
 from headwater.disagg.tails import read_tail, require_tails, write_tail

@@ -1,33 +1,15 @@
 """What can come of a handoff, at both ends, in plain values: done, or how far it got and why not further."""
 
-import enum
 from dataclasses import dataclass
 from typing import Any, Final
 
+from headwater.core.results import Reason, Status
 from headwater.disagg.protocol import Ticket
-from headwater.storage.base import GetStatus, PutStatus
 from headwater.storage.pending import CallEnd, Pending
 from headwater.transfer.executor.row import Reached, Why
 
 NOT_FINITE: Final = "not_finite"  # the code of an error: the model computed NaN or infinity
 READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about
-
-
-class Reason(enum.StrEnum):
-    """Why a handoff ended before its end."""
-
-    MISSING = "missing"  # the pool does not have a block, or not any more
-    DAMAGED = "damaged"  # what it had was cut, or its bytes did not fit their digests
-    FOREIGN = "foreign"  # what it had is another page, or no such tail
-    EXPIRED = "expired"
-    UNKNOWN_VERSION = "unknown_version"  # somebody newer wrote it
-    USED = "used"  # the ticket was answered before
-    FULL = "full"  # the pool has no room
-    LATE = "late"  # not done by the deadline
-    DOWN = "down"  # the pool was not asked: it is left alone after failures, or its calls do not return
-    FAILED = "failed"  # the pool or the device raised, or said that it failed
-    CANCELLED = "cancelled"
-    REFUSED = "refused"  # the ticket is not for this node, or the page not for this pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +70,17 @@ AGAIN_READ: Final = frozenset({Reason.MISSING, Reason.DAMAGED, Reason.FOREIGN, R
 AGAIN_WRITE: Final = frozenset({Reason.MISSING, Reason.FAILED})
 
 _STATUSES: Final[dict[str, Reason]] = {
-    GetStatus.MISS: Reason.MISSING,
-    GetStatus.LATE: Reason.LATE,
-    GetStatus.FAILED: Reason.FAILED,
-    GetStatus.CORRUPT: Reason.DAMAGED,
-    GetStatus.SHORT: Reason.DAMAGED,
-    GetStatus.FOREIGN: Reason.FOREIGN,
-    GetStatus.STALE: Reason.EXPIRED,
-    GetStatus.UNKNOWN_VERSION: Reason.UNKNOWN_VERSION,
-    PutStatus.NO_ROOM: Reason.FULL,
-    PutStatus.NO_PARENT: Reason.MISSING,
-    PutStatus.REFUSED: Reason.REFUSED,
+    Status.MISS: Reason.MISSING,
+    Status.LATE: Reason.LATE,
+    Status.FAILED: Reason.FAILED,
+    Status.CORRUPT: Reason.DAMAGED,
+    Status.SHORT: Reason.DAMAGED,
+    Status.FOREIGN: Reason.FOREIGN,
+    Status.STALE: Reason.EXPIRED,
+    Status.UNKNOWN_VERSION: Reason.UNKNOWN_VERSION,
+    Status.NO_ROOM: Reason.FULL,
+    Status.NO_PARENT: Reason.MISSING,
+    Status.REFUSED: Reason.REFUSED,
 }
 _ENDS: Final = {
     CallEnd.LATE: Reason.LATE,
@@ -128,6 +110,6 @@ def why_call(call: Pending[Any]) -> Reason | None:
     return _ENDS.get(call.end) if call.end is not None else Reason.LATE
 
 
-def why_status(status: GetStatus | PutStatus) -> Reason | None:
+def why_status(status: Status) -> Reason | None:
     """Why a page was not had or not taken; None: it was."""
-    return None if status is GetStatus.HIT or status in (PutStatus.STORED, PutStatus.EXISTS) else _STATUSES[status]
+    return None if status is Status.HIT or status in (Status.STORED, Status.EXISTS) else _STATUSES[status]

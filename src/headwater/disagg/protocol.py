@@ -44,7 +44,7 @@ _U32: Final = 1 << 32
 _U63: Final = 1 << 63
 
 
-class Finish(enum.StrEnum):
+class FirstTokenFinish(enum.StrEnum):
     """Whether the first token was the last one too, and why."""
 
     GOES_ON = ""
@@ -122,7 +122,7 @@ class Ticket:
     sampler: SamplerState
     expires_at_ms: int  # wall clock; the tail lives a little longer
     pool: str  # which sort of pool the pages are in
-    finish: Finish = Finish.GOES_ON
+    finish: FirstTokenFinish = FirstTokenFinish.GOES_ON
     mac: str = ""  # hex, over all the rest: see `sealed`
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Ticket:
         _require_int("tp_size", self.tp_size, 1, 1 << 16)
         _require_int("num_prompt_tokens", self.num_prompt_tokens, 1, _U63)
         _require_int("expires_at_ms", self.expires_at_ms, 1, _U63)
-        if not isinstance(self.finish, Finish):
+        if not isinstance(self.finish, FirstTokenFinish):
             raise InvalidInput(f"not a finish: {self.finish!r}")
         if not (isinstance(cast(object, self.mac), str) and re.fullmatch("|[0-9a-f]{64}", self.mac)):
             raise InvalidInput("a MAC is 64 digits in lower-case hex")
@@ -163,7 +163,7 @@ class Ticket:
     @property
     def over(self) -> bool:
         """Whether the first token was the last: there is nothing to read, and nothing to compute."""
-        return self.finish is not Finish.GOES_ON
+        return self.finish is not FirstTokenFinish.GOES_ON
 
     @property
     def num_blocks(self) -> int:
@@ -299,7 +299,7 @@ def _ticket(document: Mapping[str, Any]) -> Ticket:
         ),
         expires_at_ms=document["expires_at_ms"],
         pool=document["pool"],
-        finish=Finish(document["finish"]),
+        finish=FirstTokenFinish(document["finish"]),
         mac=document["mac"],
     )
 

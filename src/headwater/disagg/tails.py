@@ -13,13 +13,14 @@ from collections.abc import Callable
 import numpy as np
 
 from headwater.core.errors import InvalidConfig, ResourceClosed
+from headwater.core.results import Reason, Status
 from headwater.disagg.lanes import Lane
-from headwater.disagg.outcome import Moved, Reason, why_call, why_status
+from headwater.disagg.outcome import Moved, why_call, why_status
 from headwater.layout.frame import Fault, PageMeta, parse, seal
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import zero_tail
 from headwater.metrics import Metrics
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.calls import Calls
 from headwater.storage.verified import VerifiedStore
 from headwater.transfer.executor.row import Lease
@@ -52,7 +53,7 @@ def write_tail(
     reason = why_call(call) or why_status(status)
     if reason is not None:
         return Moved(0, reason, _said(call.why, status))
-    return Moved(1, num_bytes=len(frame) if status is PutStatus.STORED else 0)
+    return Moved(1, num_bytes=len(frame) if status is Status.STORED else 0)
 
 
 def read_tail(
@@ -91,22 +92,22 @@ def _verified(
     reader: VerifiedStore,
     meta: PageMeta,
     frame: memoryview,
-    status: GetStatus,
+    status: Status,
     *,
     layout: KVLayout,
     deadline: Deadline,
     metrics: Metrics,
-) -> GetStatus:
+) -> Status:
     """Whether what came is the tail. What is not is removed by force (rule 8)."""
     try:
         (status,) = reader.check([(meta.name, frame)], [status], deadline=deadline)
-        if status is GetStatus.HIT and not is_tail(frame, layout, meta.valid_tokens):
-            status = GetStatus.FOREIGN  # sealed by somebody who does not keep the rules
+        if status is Status.HIT and not is_tail(frame, layout, meta.valid_tokens):
+            status = Status.FOREIGN  # sealed by somebody who does not keep the rules
             metrics.count("bad_pages_total", fault=status.value)
             metrics.event("bad_page", fault=status.value, name=meta.name.hex())
             reader.delete([meta.name], deadline=deadline)
     except ResourceClosed:
-        return GetStatus.FAILED
+        return Status.FAILED
     return status
 
 
@@ -146,5 +147,5 @@ def _guarded(work: Callable[[], None], lease: Lease | None = None) -> str:
     return ""
 
 
-def _said(why: str, status: GetStatus | PutStatus) -> str:
+def _said(why: str, status: Status) -> str:
     return f"tail: {why or status.value}"

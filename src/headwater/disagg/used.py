@@ -13,7 +13,7 @@ MAX_USED: Final = 1 << 17
 _SWEEP: Final = 1024  # the least to look through for those that are over
 
 
-class Use(enum.Enum):
+class TicketUse(enum.Enum):
     """Whether a ticket may be used."""
 
     FIRST = enum.auto()  # it is, from now on
@@ -29,17 +29,17 @@ class UsedTickets:
         self._expiry_ms: dict[bytes, int] = {}  # by nonce
         self._sweep_at = min(_SWEEP, max_used)  # so many, and those that are over are thrown out
 
-    def take(self, nonce: bytes, *, expires_at_ms: int, now_ms: float) -> Use:
+    def take(self, nonce: bytes, *, expires_at_ms: int, now_ms: float) -> TicketUse:
         """Use a ticket."""
         if nonce in self._expiry_ms:
-            return Use.AGAIN
+            return TicketUse.AGAIN
         if len(self._expiry_ms) >= self._sweep_at:
             self._expiry_ms = {one: expiry_ms for one, expiry_ms in self._expiry_ms.items() if expiry_ms > now_ms}
             self._sweep_at = min(self._max_used, max(_SWEEP, 2 * len(self._expiry_ms)))
             if len(self._expiry_ms) >= self._max_used:
-                return Use.NO_ROOM
+                return TicketUse.NO_ROOM
         self._expiry_ms[nonce] = expires_at_ms
-        return Use.FIRST
+        return TicketUse.FIRST
 
     def give_back(self, nonce: bytes) -> None:
         """It came to nothing: it may be used again."""

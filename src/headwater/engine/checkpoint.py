@@ -45,7 +45,7 @@ _READERS: Final = 8
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _TensorEntry:
     path: Path
     shape: tuple[int, ...]
     dtype: str
@@ -56,7 +56,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _TensorEntry] = {}
         expected = self._index()
         for path in sorted({directory / SINGLE} if expected is None else set(expected.values())):
             if not path.is_file():
@@ -64,7 +64,7 @@ class Checkpoint:
             with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     header = file.get_slice(name)
-                    self._entries[name] = _Entry(path, tuple(header.get_shape()), header.get_dtype())
+                    self._entries[name] = _TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
         for name, path in (expected or {}).items():
             if name not in self._entries or self._entries[name].path != path:
                 raise InvalidInput(f"{path} does not hold tensor {name}, as {INDEX} says")

@@ -21,7 +21,7 @@ from headwater.cache.match import Match
 from headwater.core.events import Finished
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, block_keys
-from headwater.engine.request import Phase, Request
+from headwater.engine.request import Request, RequestPhase
 
 _FORGET: Final = 0.9  # of what earlier steps said, at each new one
 _FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however few tokens it has
@@ -35,12 +35,12 @@ _LOAD_S: Final = 60.0  # longer than any load's own deadline: that one ends the 
 class Connector:
     """One engine's cache. Called from the engine's thread."""
 
-    def __init__(self, cache: TieredCache, identity: CacheIdentity, *, look_s: float = 0.1) -> None:
-        """`look_s`: how long a request at the head of the queue waits for stores to say what they have."""
+    def __init__(self, cache: TieredCache, identity: CacheIdentity, *, probe_s: float = 0.1) -> None:
+        """`probe_s`: how long a request at the head of the queue waits for stores to say what they have."""
         self.cache = cache
         self.block_tokens: Final = identity.block_tokens
         self._identity = identity
-        self._look_s = look_s
+        self._probe_s = probe_s
         self._named: dict[bytes, tuple[BlockKey, bytes]] = {}  # by salt: root and tenant
         self._small_s: deque[float] = deque(maxlen=_NUM_SMALL)
         # Weighted sums over steps of t = a x tokens + b x (tokens x context): a least-squares fit in two unknowns.
@@ -53,7 +53,7 @@ class Connector:
     def may_start(self, request: Request, now_s: float) -> bool:
         """Whether the stores have said what they have, or have taken too long, or nothing is to be loaded."""
         settled = self._match(request, now_s).settled
-        return settled or request.computes_all or now_s - request.asked_s >= self._look_s
+        return settled or request.computes_all or now_s - request.asked_s >= self._probe_s
 
     def _match(self, request: Request, now_s: float) -> Match:
         self._extend_keys(request, len(request.tokens) // self.block_tokens)
@@ -84,7 +84,7 @@ class Connector:
         if slots is None:
             return False
         request.slots = slots
-        request.phase = Phase.LOADING
+        request.phase = RequestPhase.LOADING
         if request.admitted_s is None:
             request.admitted_s = time.monotonic()
         return True

@@ -41,8 +41,8 @@ from headwater.engine.connector import Connector
 from headwater.engine.handoffs import Handoffs, Outcome
 from headwater.engine.handover import Handover
 from headwater.engine.models.base import Model, Span
-from headwater.engine.pace import Pace
-from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, Usage
+from headwater.engine.pace import EnginePace
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sending, Taking, Usage
 from headwater.engine.sampler import Chosen, choose
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
 from headwater.transfer.device.arena import DeviceCache
@@ -94,7 +94,7 @@ class Engine:
         self.num_computed_tokens = 0
         self.planes = planes
         self._watch = watch
-        self._pace = Pace()
+        self._pace = EnginePace()
         self._scheduler = Scheduler(
             connector,
             max_running=config.max_running,
@@ -260,7 +260,7 @@ class Engine:
                 return
             self._handover.go_on()
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
-                if request.cancelled and request.phase not in (Phase.FETCHING, Phase.SENDING):
+                if request.cancelled and request.phase not in (RequestPhase.FETCHING, RequestPhase.SENDING):
                     self._end(request, Finish.CANCELLED)
             if self._generation != self.connector.cache.generation:  # its brain failed, or was revived
                 self._generation = self.connector.cache.generation
@@ -354,7 +354,7 @@ class Engine:
             return
         self._hurry(on=True)  # the device stands still until the next step is launched
         if work[0].early:
-            work[0].request.phase = Phase.RUNNING
+            work[0].request.phase = RequestPhase.RUNNING
         else:
             self._measure(work, time.perf_counter() - begin_s)
         self._pace.done_s = time.monotonic()
@@ -457,7 +457,7 @@ class Engine:
         self._tell_end(request, finish, error)
 
     def _tell_end(self, request: Request, finish: Finish, error: str = "", outcome: Outcome | None = None) -> None:
-        request.phase = Phase.OVER
+        request.phase = RequestPhase.OVER
         with self._lock:
             self._num_inside -= 1
         now_s = time.monotonic()

@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from headwater.core.errors import InvalidConfig
+from headwater.core.results import Reason
 from headwater.disagg.handoff import Receiver, Sender
-from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
-from headwater.disagg.protocol import Finish as Over
+from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, SamplerState, Ticket
+from headwater.disagg.protocol import FirstTokenFinish as Over
 from headwater.engine.request import Request, Sending
 from headwater.storage.base import Deadline
 

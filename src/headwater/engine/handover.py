@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headwater.core.errors import InvalidInput
-from headwater.disagg.outcome import Fetched, Missing, Reason, Sent, Unsent
-from headwater.disagg.protocol import Finish as Over
+from headwater.core.results import Reason
+from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, SamplerState
+from headwater.disagg.protocol import FirstTokenFinish as Over
 from headwater.engine.connector import Connector
 from headwater.engine.handoffs import Handoffs, Outcome
-from headwater.engine.pace import Pace
-from headwater.engine.request import Finish, Output, Phase, Request, Sending, Taking, TokenLogprob
+from headwater.engine.pace import EnginePace
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sending, Taking, TokenLogprob
 from headwater.engine.sampler import settle_seed
 from headwater.engine.scheduler import Scheduler
 
@@ -45,7 +46,7 @@ class Handover:
         connector: Connector,
         scheduler: Scheduler,
         *,
-        pace: Pace,
+        pace: EnginePace,
         stops: Callable[[Request, int], bool],
         tell: Callable[[Request, Output], None],
         tell_end: TellEnd,
@@ -96,9 +97,9 @@ class Handover:
         if self._handoffs is None:
             return
         for request in list(self._scheduler.running):
-            if isinstance(request.handoff, Sending) and request.phase is Phase.SENDING:
+            if isinstance(request.handoff, Sending) and request.phase is RequestPhase.SENDING:
                 self._send(self._handoffs, request, request.handoff)
-            elif isinstance(request.handoff, Taking) and request.phase is Phase.LOADING:
+            elif isinstance(request.handoff, Taking) and request.phase is RequestPhase.LOADING:
                 self._fetch(self._handoffs, request, request.handoff)
         for request, outcome in self._handoffs.take():
             self._pace.done_s = time.monotonic()
@@ -118,7 +119,7 @@ class Handover:
             over = Over.STOP
         logprob, top = (told.logprob, told.top) if told is not None else (None, ())
         request.kept = FirstToken(token=token, logprob=logprob, top=top), over
-        request.phase = Phase.SENDING
+        request.phase = RequestPhase.SENDING
 
     def _send(self, handoffs: Handoffs, request: Request, sending: Sending) -> None:
         """Send a prompt, unless that has begun. What the cache is writing already is waited for, half of the time."""
@@ -197,7 +198,7 @@ class Handover:
                 self._stuck(request, taking)
             return
         if num_ready < taking.ticket.num_blocks:
-            request.phase = Phase.FETCHING
+            request.phase = RequestPhase.FETCHING
             handoffs.begin_fetch(request, taking.ticket, num_ready, taking.until_s)
         else:
             self._fetched(request, taking, Fetched(num_blocks=0, num_bytes=0, num_tries=0, seconds=0.0))
@@ -231,7 +232,7 @@ class Handover:
         request.handoff = None
         self._connector.taken(request, num_tokens)
         request.tokens.append(taking.ticket.first.token)
-        request.phase = Phase.RUNNING
+        request.phase = RequestPhase.RUNNING
         self.release_first_token(request)
 
     def release_first_token(self, request: Request) -> None:

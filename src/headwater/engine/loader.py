@@ -24,7 +24,7 @@ from headwater.core.identity import CacheIdentity
 from headwater.engine.checkpoint import Checkpoint
 from headwater.engine.identity import model_identity, tokenizer_digest
 from headwater.engine.models.base import Model
-from headwater.engine.models.decoder import Decoder, Network, Options
+from headwater.engine.models.decoder import Decoder, ModelOptions, Network
 from headwater.engine.models.registry import Builder, find_architecture
 from headwater.engine.models.settings import Settings
 from headwater.engine.request import Defaults
@@ -100,7 +100,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def build_options(dtype: str, kv: str, block_tokens: int) -> Options:
+def build_options(dtype: str, kv: str, block_tokens: int) -> ModelOptions:
     """Names to types; InvalidInput for a name that is not known."""
     computed = _DTYPES.get(dtype)
     if computed is None:
@@ -110,11 +110,11 @@ def build_options(dtype: str, kv: str, block_tokens: int) -> Options:
         raise InvalidInput(f"kv must be auto, bf16, fp16, fp32 or fp8, not {kv!r}")
     if type(block_tokens) is not int or block_tokens < 1:
         raise InvalidInput(f"block_tokens must be a positive integer, not {block_tokens!r}")
-    return Options(_COMPUTED[computed], cached, block_tokens)
+    return ModelOptions(_COMPUTED[computed], cached, block_tokens)
 
 
 @dataclass
-class Wanted:
+class WantedWeights:
     """Weights that only record what a model asks for; tensors without memory."""
 
     dtype: torch.dtype
@@ -148,7 +148,7 @@ class ModelPlan:
     config: Settings
     checkpoint: Checkpoint
     builder: Builder
-    options: Options
+    options: ModelOptions
     outline: Network  # on the meta device
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
@@ -195,7 +195,7 @@ def plan_model(directory: Path, *, dtype: str | None = None, kv: str = "auto", b
         raise InvalidInput(f"{config.where}: the weights are quantised; only bf16, fp16 and fp32 ones are read here")
     checkpoint = Checkpoint(directory)
     options = build_options(dtype or _stored_dtype(config, checkpoint), kv, block_tokens)
-    wanted = Wanted(options.dtype, most=len(checkpoint.names) + _FAR_MORE)
+    wanted = WantedWeights(options.dtype, most=len(checkpoint.names) + _FAR_MORE)
     outline = builder(config, wanted, options)
     checkpoint.check(wanted.shapes, ignored=_ignored(config, outline))
     return ModelPlan(

@@ -18,7 +18,7 @@ class Rate:
             self.rate = now if self.rate is None else self.rate + _NEWEST * (now - self.rate)
 
 
-class Pace:
+class EnginePace:
     """The rates of an engine: prompts, answers (all requests together), prompts handed over."""
 
     def __init__(self) -> None:

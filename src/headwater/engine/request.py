@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.disagg.outcome import Missing, Unsent
-from headwater.disagg.protocol import Finish as Over
 from headwater.disagg.protocol import FirstToken, Ticket
+from headwater.disagg.protocol import FirstTokenFinish as Over
 
 if TYPE_CHECKING:
     from headwater.engine.sampler import Tally
@@ -108,7 +108,7 @@ class Taking:
     recompute: bool = True  # whether it may be; else the request fails
 
 
-class Phase(enum.StrEnum):
+class RequestPhase(enum.StrEnum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # in the queue; stores are being asked
@@ -184,7 +184,7 @@ class Request:
     arrived_s: float = 0.0
     round: int = 0  # its place in line: the scheduler's
     cancelled: bool = False  # set by anybody, heeded at the next step
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     tokens: list[int] = field(default_factory=list)  # prompt and answer
     num_computed: int = 0  # leading tokens whose KV is in the slots
     slots: tuple[int, ...] = ()
@@ -223,13 +223,13 @@ class Request:
     def waits(self) -> bool:
         """Whether the one it comes after has yet to compute their prompt."""
         first = self.after
-        return first is not None and first.first_token_s is None and first.phase is not Phase.OVER
+        return first is not None and first.first_token_s is None and first.phase is not RequestPhase.OVER
 
     @property
     def moving(self) -> bool:
         """Whether threads read or write its slots, or are about to: it keeps them."""
-        return self.phase in (Phase.FETCHING, Phase.SENDING) or (
-            self.phase is Phase.LOADING and isinstance(self.handoff, Taking)
+        return self.phase in (RequestPhase.FETCHING, RequestPhase.SENDING) or (
+            self.phase is RequestPhase.LOADING and isinstance(self.handoff, Taking)
         )
 
     @property

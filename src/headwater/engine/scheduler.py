@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headwater.core.errors import HeadwaterError
-from headwater.engine.request import Phase, Request
+from headwater.engine.request import Request, RequestPhase
 
 
 class QueueFull(HeadwaterError):
@@ -115,7 +115,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """A request is over."""
-        request.phase = Phase.OVER
+        request.phase = RequestPhase.OVER
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -127,26 +127,26 @@ class Scheduler:
         budget = self._step_tokens
         work: dict[Request, Work] = {}
         for request in list(self.running):
-            if request.phase is Phase.WAITING:  # it has just given way to an older one
+            if request.phase is RequestPhase.WAITING:  # it has just given way to an older one
                 continue
             if request.preempt_at is not None and request.num_computed >= request.preempt_at:
                 request.preempt_at = None
                 self._preempt(request)
-            elif request.phase is Phase.RUNNING and request.generating and self._grow(request):
+            elif request.phase is RequestPhase.RUNNING and request.generating and self._grow(request):
                 work[request] = Work(request, request.num_computed, len(request.tokens))
                 budget -= 1
         for request in self.running:
-            if request.phase is Phase.RUNNING and not request.generating and budget > 0:
+            if request.phase is RequestPhase.RUNNING and not request.generating and budget > 0:
                 end = min(len(request.tokens), request.num_computed + budget)
                 work[request] = Work(request, request.num_computed, end)
                 budget -= end - request.num_computed
-        planned = [one for request, one in work.items() if request.phase is Phase.RUNNING]  # some were preempted
+        planned = [one for request, one in work.items() if request.phase is RequestPhase.RUNNING]  # some were preempted
         return planned or self._plan_early()
 
     def _plan_early(self) -> list[Work]:
         """Nobody else has work: who loads may compute behind its bytes. Alone, because others would wait with it."""
         for request in self.running:
-            if request.phase is Phase.LOADING and not request.moving and self._slots.coming(request):
+            if request.phase is RequestPhase.LOADING and not request.moving and self._slots.coming(request):
                 end = min(len(request.tokens), request.num_computed + self._step_tokens)
                 return [Work(request, request.num_computed, end, early=True)]
         return []
@@ -158,10 +158,10 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> None:
         for request in list(self.running):
-            if request.phase is not Phase.LOADING or request.moving:
+            if request.phase is not RequestPhase.LOADING or request.moving:
                 continue
             if self._slots.loaded(request):
-                request.phase = Phase.RUNNING
+                request.phase = RequestPhase.RUNNING
             elif self._slots.stuck(request):
                 self.begin_anew(request)
         at = 0
@@ -176,11 +176,11 @@ class Scheduler:
             self._round = max(self._round, request.round)
             self.running.append(request)
             if self._slots.loaded(request):
-                request.phase = Phase.RUNNING
+                request.phase = RequestPhase.RUNNING
 
     def _grow(self, request: Request) -> bool:
         """A slot for the next token, if need be by preempting the youngest. False: it was preempted itself."""
-        while request.phase is Phase.RUNNING:
+        while request.phase is RequestPhase.RUNNING:
             if self._slots.grow(request, len(request.tokens) + 1):
                 return True
             self._preempt(next(one for one in reversed(self.running) if not one.moving))  # itself at the latest
@@ -199,6 +199,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._slots.release(request)
         self.running.remove(request)
-        request.phase = Phase.WAITING
+        request.phase = RequestPhase.WAITING
         request.preemptions += 1
         self.waiting.appendleft(request)

@@ -31,7 +31,7 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """What spans must fit."""
 
     vocab_size: int
@@ -97,7 +97,7 @@ class Step:
     spans: tuple[slice, ...]  # each span's tokens
 
 
-def plan(spans: Sequence[Span], *, limits: Limits, heads: int, device: torch.device) -> Step:
+def plan(spans: Sequence[Span], *, limits: StepLimits, heads: int, device: torch.device) -> Step:
     """Check the spans, and lay them out on the device. Raises InvalidInput for a span that cannot be computed."""
     block = limits.block_tokens
     tables = [_checked(span, limits) for span in spans]
@@ -164,7 +164,7 @@ def _group(spans: Sequence[Span]) -> list[list[int]]:
     return [together[key] for key in sorted(together)]
 
 
-def _checked(span: Span, limits: Limits) -> _Ints:
+def _checked(span: Span, limits: StepLimits) -> _Ints:
     """The span's block table; InvalidInput for what cannot be computed."""
     new = len(span.tokens)
     if new < 1:

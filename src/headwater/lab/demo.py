@@ -24,10 +24,11 @@ from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root
 from headwater.storage.verified import VerifiedStore
@@ -170,10 +171,10 @@ class _Journey:
             problem=self._problem(stored, got),
         )
 
-    def _problem(self, stored: Sequence[PutStatus], got: Sequence[GetStatus]) -> str:
-        if set(stored) != {PutStatus.STORED}:
+    def _problem(self, stored: Sequence[Status], got: Sequence[Status]) -> str:
+        if set(stored) != {Status.STORED}:
             return f"put answered {', '.join(sorted(set(stored)))}"
-        if set(got) != {GetStatus.HIT}:
+        if set(got) != {Status.HIT}:
             return f"get answered {', '.join(sorted(set(got)))}"
         for plane, row, before in zip(self.layout.planes, self.cache.rows, self.before, strict=True):
             if not torch.equal(row[torch.from_numpy(self.targets).to(row.device)], before):

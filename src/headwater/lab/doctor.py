@@ -26,13 +26,14 @@ import numpy as np
 from headwater.build import open_pool
 from headwater.config import pool_kind
 from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
+from headwater.core.results import Status
 from headwater.core.version import __version__
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import opaque_layout
 from headwater.pool.diagnosis import diagnose
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.local import directory
 from headwater.storage.verified import VerifiedStore
 
@@ -69,7 +70,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopySpeed:
     """How near the copy engine, and a copy per block and plane, come to one contiguous copy of as many bytes."""
 
     num_bytes: int
@@ -84,7 +85,7 @@ class Findings:
     """All lines, and a short table of copies where there is a GPU."""
 
     checks: list[Check]
-    copies: list[Copied]
+    copies: list[CopySpeed]
 
     @property
     def ok(self) -> bool:
@@ -128,7 +129,7 @@ def document(found: Findings) -> dict[str, Any]:
     return {
         "ok": found.ok,
         "checks": [{name: getattr(check, name) for name in Check.__slots__} for check in found.checks],
-        "copies": [{name: getattr(row, name) for name in Copied.__slots__} for row in found.copies],
+        "copies": [{name: getattr(row, name) for name in CopySpeed.__slots__} for row in found.copies],
     }
 
 
@@ -157,7 +158,7 @@ def _try_pool(store: Store) -> Check:
     (put,) = store.put([(meta.name, frame)], deadline=Deadline.after(_POOL_S))
     (got,) = reader.get_into([(meta.name, back)], deadline=Deadline.after(_POOL_S))
     store.delete([meta.name], deadline=Deadline.after(_POOL_S))
-    if got is not GetStatus.HIT or back != frame:
+    if got is not Status.HIT or back != frame:
         return Check("pool", FAIL, f"a page was {put.value}, and then {got.value}", "is it full, or read-only?")
     return Check("pool", OK, "a page was written, read back and verified")
 
@@ -324,7 +325,7 @@ def _choices(device: "torch.device") -> list[Check]:
     ]
 
 
-def copies(device: "torch.device") -> list[Copied]:
+def copies(device: "torch.device") -> list[CopySpeed]:
     """A short table: one contiguous copy, the copy engine, and a copy per block and plane, in turns. CUDA only."""
     from headwater.lab.bench.copy_course import NAMES, cut_frames, frame_stride
     from headwater.lab.bench.copy_paths import Limit, Pieces
@@ -333,7 +334,7 @@ def copies(device: "torch.device") -> list[Copied]:
 
     layout = opaque_layout([_PLANE_BYTES] * _PLANES, block_tokens=64)
     most = max(_COPIED_BLOCKS)
-    rows: list[Copied] = []
+    rows: list[CopySpeed] = []
     with ExitStack() as stack:
         cache = stack.enter_context(create_kv_cache(layout, most, device))
         area = stack.enter_context(create_host_cache(most * frame_stride(layout), 1)).page(0)
@@ -350,7 +351,9 @@ def copies(device: "torch.device") -> list[Copied]:
                     partial(_move, engine, direction, slots, frames),
                     pieces.one_by_one,
                 )
-                rows.append(Copied(num_bytes, name, num_bytes / limit_s / 1e9, limit_s / staged_s, limit_s / pieces_s))
+                rows.append(
+                    CopySpeed(num_bytes, name, num_bytes / limit_s / 1e9, limit_s / staged_s, limit_s / pieces_s)
+                )
     return rows
 
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from headwater.lab.bench.report import Report
+from headwater.lab.bench.report import BenchReport
 from headwater.storage.local import audit
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def demo(results: "Sequence[LayoutResult]") -> None:
         output().print(f"all {len(results)} layouts equal, every byte, after a restart", style="green")
 
 
-def report(result: Report) -> None:
+def report(result: BenchReport) -> None:
     """Draw a benchmark's result."""
     document = result.document()
     table = _table("figure", "median", "lowest", "highest", text=1)
@@ -134,7 +134,7 @@ def report(result: Report) -> None:
         output().print(Text(f"skipped: {document['notes']['skipped']}"), style="yellow")
 
 
-def contenders(result: Report) -> None:
+def contenders(result: BenchReport) -> None:
     """Draw what `headwater bench vllm` found of contenders that came one after another, and ours beside the others."""
     head, *rows = result.results["table"]
     table = _table(*head, text=1)
@@ -152,7 +152,7 @@ def contenders(result: Report) -> None:
         output().print(Text(f"{name} is not there: {why}"), style="yellow", soft_wrap=True)
 
 
-def copies(result: Report) -> None:
+def copies(result: BenchReport) -> None:
     """Draw what `headwater bench copy` found: a line per layout and count, then the whole way."""
     names = ("d2h_ratio", "h2d_ratio", "both_ratio", "d2h_ratio_plain", "h2d_ratio_plain", "gemm_slowdown", "submit_ms")
     table = _table("layout", "blocks", "size", *(name.replace("_", " ") for name in names), "correct", text=1)
@@ -176,7 +176,7 @@ def copies(result: Report) -> None:
         output().print(Text(document["notes"]["device"]), style="yellow", soft_wrap=True)
 
 
-def pools(result: Report) -> None:
+def pools(result: BenchReport) -> None:
     """A line per store and page size: GB/s through us, and the share of memcpy and of the bare client."""
     table = _table("store", "page", "put", "of memcpy", "of bare", "get", "of memcpy", "of bare", "checks/s", text=1)
     for row in result.results["rows"]:
@@ -306,7 +306,7 @@ def replays(found: "Sweep") -> None:
         output().print(Text(line), style="yellow", soft_wrap=True)
 
 
-def survey(found: audit.Survey) -> None:
+def survey(found: audit.StoreSurvey) -> None:
     """Draw what is in a directory."""
     table = _table("label", "identity", "tenant", "pages", "size", "tokens", "deepest", "last used", text=3)
     for family in found.families:

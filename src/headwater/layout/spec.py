@@ -65,29 +65,29 @@ _ITEMSIZE: Final = {DType.FP32: 4, DType.BF16: 2, DType.FP16: 2} | dict.fromkeys
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class PlaneRole:
     """What a plane holds. `priority` is its place among the planes of one layer."""
 
     name: str
     priority: int
 
 
-_roles: dict[str, Role] = {}  # process wide: a role means the same everywhere, or positions mean nothing
+_roles: dict[str, PlaneRole] = {}  # process wide: a role means the same everywhere, or positions mean nothing
 
 
-def declare_role(name: str, priority: int) -> Role:
+def declare_role(name: str, priority: int) -> PlaneRole:
     """Add a role, or find the equal one; a name or priority that is taken otherwise is InvalidLayout."""
     if not _ROLE_NAME.fullmatch(name):
         raise InvalidLayout(f"a role's name is lower-case letters, digits and underscores, not {name!r}")
     _check_int("a role's priority", priority, 0)
-    declared = Role(name, priority)
+    declared = PlaneRole(name, priority)
     for known in _roles.values():
         if known != declared and (known.name == name or known.priority == priority):
             raise InvalidLayout(f"role {name!r} with priority {priority} clashes with {known}")
     return _roles.setdefault(name, declared)
 
 
-def role(name: str) -> Role:
+def role(name: str) -> PlaneRole:
     """Find a declared role; an unknown name is InvalidLayout, never a new role."""
     if name not in _roles:
         raise InvalidLayout(f"unknown role {name!r}; known are {', '.join(sorted(_roles))}")
@@ -112,7 +112,7 @@ class Plane:
     are stored whole or not at all.
     """
 
-    role: Role
+    role: PlaneRole
     layer: int
     shape: tuple[int, ...]
     dtype: DType

@@ -28,7 +28,7 @@ _MEMORY: Final = 5
 _WINDOW: Final = 4  # memories' worth of uses that weigh in the counts; at less, they are noisy in a small cache
 
 
-class Held(Protocol[K_contra]):
+class HeldBlocks(Protocol[K_contra]):
     """The blocks that a holder holds, as a `LeafOrder` is."""
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class _Past:
 class History(Generic[K]):
     """What is remembered of blocks, held or not, and what follows for such blocks."""
 
-    def __init__(self, held: Callable[[], Held[K]]) -> None:
+    def __init__(self, held: Callable[[], HeldBlocks[K]]) -> None:
         """`held`: the blocks that the holder holds, now."""
         self.returns = Returns()
         self._held = held

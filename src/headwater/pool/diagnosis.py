@@ -19,9 +19,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, seal, verify
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.mooncake import MooncakeStore
 from headwater.storage.mooncake.config import P2P, MooncakeConfig, address, parse_url
 from headwater.storage.mooncake.watch import knock
@@ -122,23 +123,23 @@ def _try(url: str) -> Iterator[Finding]:
     yield Finding("pool engine", OK, f"joined by {'shared memory' if config.shm else config.protocol}")
     page, frame = _page()
     put = store.put([(page.name, frame)], deadline=Deadline.after(_CALL_S))[0]
-    if put is PutStatus.NO_ROOM and parse_url(url).segment_bytes:
+    if put is Status.NO_ROOM and parse_url(url).segment_bytes:
         yield Finding(
             "pool page", WARN, f"not tried: {_NO_MEMORY}", "who uses this address gives some itself (segment)"
         )
-    elif put is PutStatus.NO_ROOM:
+    elif put is Status.NO_ROOM:
         yield Finding("pool page", FAIL, _NO_MEMORY, "`headwater pool up` starts one; or say segment=2GiB in the URL")
-    elif put is not PutStatus.STORED:
+    elif put is not Status.STORED:
         hint = "whose memory it would lie in does not answer: a process that ended, or a closed port"
         yield Finding("pool page", FAIL, f"writing one ended as {put}", hint)
     else:
         back = memoryview(bytearray(len(frame)))
         got = store.get_into([(page.name, back)], deadline=Deadline.after(_CALL_S))[0]
-        intact = got is GetStatus.HIT and not isinstance(verify(back, page.name, now_ms=0), Fault) and back == frame
+        intact = got is Status.HIT and not isinstance(verify(back, page.name, now_ms=0), Fault) and back == frame
         if intact:
             yield Finding("pool page", OK, "written, read back and equal")
         else:
-            said = "came back with other bytes" if got is GetStatus.HIT else f"reading it ended as {got}"
+            said = "came back with other bytes" if got is Status.HIT else f"reading it ended as {got}"
             yield Finding("pool page", FAIL, said, "do not use this pool")
     store.delete([page.name], deadline=Deadline.after(_CALL_S))
 

@@ -40,7 +40,7 @@ _METRICS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class PoolProgram:
     """One of the two programs."""
 
     name: str
@@ -64,7 +64,7 @@ class PoolStatus:
     up: bool  # both run, and the master answers
     url: str | None = None  # for processes of this machine; None where there is no pool
     why: str = ""  # not up
-    servers: tuple[Server, ...] = ()
+    servers: tuple[PoolProgram, ...] = ()
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     num_objects: int | None = None
@@ -244,7 +244,7 @@ def _status(directory: Path, *, started: bool = False) -> PoolStatus:
         return PoolStatus(directory=str(directory), up=False, why="no pool was started here")
     processes = {name: Process(**state[name]) for name in reversed(_NAMES)}
     servers = tuple(
-        Server(name, one.pid, one.alive, one.listens_on() if one.alive else []) for name, one in processes.items()
+        PoolProgram(name, one.pid, one.alive, one.listens_on() if one.alive else []) for name, one in processes.items()
     )
     ports = state["ports"]
     url = f"{SCHEME}://{LOOPBACK}:{ports['master']}?shm={LOOPBACK}:{ports['client']}"

@@ -63,7 +63,7 @@ class Change:
     state: State
 
 
-class Kind(enum.StrEnum):
+class UpdateKind(enum.StrEnum):
     """What an update is for."""
 
     BEGIN = "begin"  # of a round: everything will be said again
@@ -80,7 +80,7 @@ class Update:
     epoch: int
     sequence: int
     round: int
-    kind: Kind
+    kind: UpdateKind
     lease_s: float
     changes: tuple[Change, ...] = ()
 
@@ -117,7 +117,7 @@ def decode(document: Mapping[str, Any]) -> Update:
             epoch=document["epoch"],
             sequence=document["sequence"],
             round=document["round"],
-            kind=Kind(document["kind"]),
+            kind=UpdateKind(document["kind"]),
             lease_s=document["lease_s"],
             changes=tuple(map(_change, document["changes"])),
         )

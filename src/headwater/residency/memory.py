@@ -10,7 +10,7 @@ from typing import Final
 
 from headwater.core.keys import BlockKey
 from headwater.residency.base import Found, Holder, Node, Residency, holder, ranked
-from headwater.residency.events import TIERS, Applied, Kind, Update, require
+from headwater.residency.events import TIERS, Applied, Update, UpdateKind, require
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 
 _REMEMBERED_S: Final = 3600.0  # how long the epoch of a node that went silent is known
@@ -18,7 +18,7 @@ _POOL: Final = TIERS["pool"]
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _MemoryRecord:
     epoch: int
     sequence: int
     until_s: float  # of its lease
@@ -44,7 +44,7 @@ class MemoryResidency(Residency):
     def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._nodes: dict[str, _Record] = {}
+        self._nodes: dict[str, _MemoryRecord] = {}
 
     def apply(self, update: Update, *, deadline: Deadline) -> Applied:
         """Take in what a node says. Raises InvalidInput for what no node could have said."""
@@ -54,24 +54,24 @@ class MemoryResidency(Residency):
             record = self._nodes.get(update.node)
             if record is None or update.epoch > record.epoch:
                 self._sweep(now_s)
-                record = self._nodes[update.node] = _Record(update.epoch, update.sequence - 1, now_s)
+                record = self._nodes[update.node] = _MemoryRecord(update.epoch, update.sequence - 1, now_s)
             elif update.epoch < record.epoch:
                 return Applied.FENCED
             elif update.sequence <= record.sequence:
                 return Applied.RESYNC if record.needs_round else Applied.STALE
             return self._heard(record, update, now_s)
 
-    def _heard(self, record: _Record, update: Update, now_s: float) -> Applied:
+    def _heard(self, record: _MemoryRecord, update: Update, now_s: float) -> Applied:
         if record.until_s <= now_s:
             record.void()
-        if not record.begun and update.kind in (Kind.CHANGE, Kind.END):
+        if not record.begun and update.kind in (UpdateKind.CHANGE, UpdateKind.END):
             return Applied.UNKNOWN  # and not STALE if it is said again
         if update.sequence > record.sequence + 1:
             record.doubtful, record.sound = True, False
         record.sequence = update.sequence
-        if update.kind is Kind.BEGIN:
+        if update.kind is UpdateKind.BEGIN:
             record.begun, record.fresh, record.sound = True, {}, True
-        elif update.kind is Kind.LEAVE:
+        elif update.kind is UpdateKind.LEAVE:
             record.void()
             record.until_s = now_s
             return Applied.APPLIED
@@ -79,7 +79,7 @@ class MemoryResidency(Residency):
         for said in (record.claims, record.fresh):
             if said is not None:
                 _say(said, update)
-        if update.kind is Kind.END:
+        if update.kind is UpdateKind.END:
             if record.fresh is not None and record.sound:
                 record.claims, record.doubtful = record.fresh, False
             record.fresh = None
@@ -109,7 +109,7 @@ class MemoryResidency(Residency):
         with self._lock:
             self._nodes.clear()
 
-    def _live(self) -> dict[str, _Record]:
+    def _live(self) -> dict[str, _MemoryRecord]:
         now_s = self._clock.monotonic()
         return {name: one for name, one in self._nodes.items() if one.until_s > now_s}
 
@@ -147,7 +147,7 @@ def _runs(keys: Sequence[BlockKey], claims: Mapping[BlockKey, int]) -> Iterator[
         yield last, count
 
 
-def _in_pool(keys: Sequence[BlockKey], live: Mapping[str, _Record], found: Sequence[Holder]) -> int:
+def _in_pool(keys: Sequence[BlockKey], live: Mapping[str, _MemoryRecord], found: Sequence[Holder]) -> int:
     """How many leading blocks one or another saw in the pool: no less than who saw most of them."""
     at = max((one.pool for one in found), default=0)
     claims = [one.claims for one in live.values()]

@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from headwater.config import ResidencyConfig
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
 from headwater.residency.base import Residency
 from headwater.residency.book import Book
-from headwater.residency.events import TIERS, Applied, Kind, State, Update
+from headwater.residency.events import TIERS, Applied, State, Update, UpdateKind
 from headwater.residency.session import ResidencySession
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 
@@ -87,16 +87,16 @@ class Publisher:
 
     # --- the cache's side ---------------------------------------------------------------------------------------------
 
-    def offer(self, moves: Iterable[Came | Went | Lost]) -> None:
+    def offer(self, moves: Iterable[Stored | Removed | TierLost]) -> None:
         """Hear what came to a tier or left one, in order. Does not block, does not raise."""
         with self._changed:
             for move in moves:
                 tier = TIERS.get(move.tier)
                 if tier is None:
                     self._strangers.add(move.tier)
-                elif isinstance(move, Came):
+                elif isinstance(move, Stored):
                     self._book.came(tier, move.keys, move.parent, move.depth)
-                elif isinstance(move, Went):
+                elif isinstance(move, Removed):
                     self._book.went(tier, move.keys)
                 else:
                     self._lost.append(move.tier)
@@ -162,7 +162,7 @@ class Publisher:
                 answer = self._fenced()
             worked = self._examine()
             if answer in (Applied.FAILED, Applied.RESYNC, Applied.UNKNOWN):
-                if update is not None and update.kind is Kind.LEAVE:
+                if update is not None and update.kind is UpdateKind.LEAVE:
                     return  # its lease will end without us
                 self._closing.wait(pause_s)  # nor is it flooded with rounds if it never knows us
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -28,7 +28,7 @@ _POOL_AT: Final = list(TIERS).index("pool")
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _RedisRecord:
     epoch: int
     until_ms: int
     doubtful: bool
@@ -137,7 +137,7 @@ class RedisResidency(Residency):
             raise answer
         return answer
 
-    def _records(self, deadline: Deadline) -> tuple[int, dict[str, _Record]]:
+    def _records(self, deadline: Deadline) -> tuple[int, dict[str, _RedisRecord]]:
         self._require_usable()
         time, flat = self._lines.ask([(b"TIME",), (b"HGETALL", self._prefix + b"nodes")], deadline)
         return _now_ms(time), _records(flat)
@@ -160,13 +160,13 @@ def _now_ms(time: Sequence[bytes]) -> int:
     return seconds * 1000 + micros // 1000
 
 
-def _records(flat: Sequence[bytes]) -> dict[str, _Record]:
+def _records(flat: Sequence[bytes]) -> dict[str, _RedisRecord]:
     """The nodes' records by name. What is none is left out."""
-    found: dict[str, _Record] = {}
+    found: dict[str, _RedisRecord] = {}
     for name, text in zip(flat[::2], flat[1::2], strict=True):
         words = text.split()
         if len(words) == 7:
-            found[name.decode()] = _Record(int(words[0]), int(words[2]), words[5] == b"1")
+            found[name.decode()] = _RedisRecord(int(words[0]), int(words[2]), words[5] == b"1")
     return found
 
 

@@ -11,7 +11,7 @@ lasts is dropped: by then nobody believes this node any more, and a round will s
 
 from headwater.core.keys import BlockKey
 from headwater.residency.book import Book
-from headwater.residency.events import Applied, Change, Kind, Update
+from headwater.residency.events import Applied, Change, Update, UpdateKind
 
 
 class ResidencySession:
@@ -96,23 +96,23 @@ class ResidencySession:
             if not self._sequence:  # nobody knows of us
                 self.left = True
                 return None
-            return self._update(Kind.LEAVE, [])
+            return self._update(UpdateKind.LEAVE, [])
         if self._wants_round or (self._todo is None and now_s >= self._round_due_s):
             self._wants_round = False
             self.num_rounds += 1
             self._todo = self._book.begin()[::-1]
-            return self._update(Kind.BEGIN, self._from_round(self._todo, size))
+            return self._update(UpdateKind.BEGIN, self._from_round(self._todo, size))
         if self._todo is not None:
             changes = self._book.take(size // 2)
             changes += self._from_round(self._todo, size - sum(len(change.keys) for change in changes))
             if self._todo:
-                return self._update(Kind.CHANGE, changes)
+                return self._update(UpdateKind.CHANGE, changes)
             self._todo = None
-            return self._update(Kind.END, changes)
+            return self._update(UpdateKind.END, changes)
         if self._book.num_unsaid:
-            return self._update(Kind.CHANGE, self._book.take(size))
+            return self._update(UpdateKind.CHANGE, self._book.take(size))
         if now_s >= self._heard_s + self._lease_s / 3:
-            return self._update(Kind.CHANGE, [])
+            return self._update(UpdateKind.CHANGE, [])
         return None
 
     def _from_round(self, todo: list[BlockKey], num_blocks: int) -> list[Change]:
@@ -120,7 +120,7 @@ class ResidencySession:
         del todo[-num_blocks:]
         return self._book.say(keys)
 
-    def _update(self, kind: Kind, changes: list[Change]) -> Update:
+    def _update(self, kind: UpdateKind, changes: list[Change]) -> Update:
         self._sequence += 1
         return Update(
             node=self.node,
@@ -138,7 +138,7 @@ class ResidencySession:
         if update is None or answer is Applied.FAILED:
             return
         self._under_way, self._unheard_s, self._heard_s = None, None, now_s
-        if update.kind is Kind.LEAVE:
+        if update.kind is UpdateKind.LEAVE:
             self.left = True
         elif answer is Applied.FENCED:
             self.fenced = True
@@ -146,5 +146,5 @@ class ResidencySession:
             self._wants_round, self._todo = True, None
         else:
             self.accepted = True
-            if update.kind is Kind.END:
+            if update.kind is UpdateKind.END:
                 self._round_due_s = now_s + self._round_every_s

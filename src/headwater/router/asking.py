@@ -16,9 +16,9 @@ from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
-from headwater.router.relay import Heard, NodeCall, Relay, Trouble, Unanswered
-from headwater.router.routed_request import Attempt, Client, Outcome, Phase, RoutedRequest, with_usage
-from headwater.router.whole import WholeAnswer
+from headwater.router.relay import NodeCall, Relay, RelayedAnswer, Trouble, Unanswered
+from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequest, RoutePhase, with_usage
+from headwater.router.whole import WholeNodeAnswer
 
 _PREFILL: Final = "/pd/prefill"
 _DECODE: Final = "/pd/decode"
@@ -44,16 +44,16 @@ class Asker:
         self._fair_s = fair_s
         self._changed = changed
 
-    async def prefill(self, routed: RoutedRequest, visit: NodeSlot) -> dict[str, Any]:
+    async def prefill(self, routed: RoutedRequest, slot: NodeSlot) -> dict[str, Any]:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
-        with self._visiting(routed, visit, Phase.PREFILL) as attempt:
-            async with self._relay.exchange(_node_call(routed, visit, _PREFILL, {})) as heard:
+        with self._attempting(routed, slot, RoutePhase.PREFILL) as attempt:
+            async with self._relay.exchange(_node_call(routed, slot, _PREFILL, {})) as heard:
                 document = await heard.document()
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
-                raise Unanswered(Trouble.FAILED, f"{visit.name} answered without a ticket")
-            if ticket.get("identity") != visit.entry.beat.identity:
-                raise Unanswered(Trouble.FAILED, f"{visit.name} gave a ticket of another identity than it told")
+                raise Unanswered(Trouble.FAILED, f"{slot.name} answered without a ticket")
+            if ticket.get("identity") != slot.entry.heartbeat.identity:
+                raise Unanswered(Trouble.FAILED, f"{slot.name} gave a ticket of another identity than it told")
         routed.num_prefills += 1
         routed.add("prefill", attempt.seconds)
         phases, usage = document.get("phases"), document.get("usage")
@@ -63,50 +63,50 @@ class Asker:
             routed.add("pool", pool_s)
         computed = usage.get("computed_tokens") if isinstance(usage, dict) else None
         if isinstance(computed, int) and 0 < computed < 1e9 and attempt.seconds > 0:
-            self._nodes.measured(visit, prefill_tokens_per_s=computed / attempt.seconds)
+            self._nodes.measured(slot, prefill_tokens_per_s=computed / attempt.seconds)
         return ticket
 
     async def answer(
-        self, routed: RoutedRequest, visit: NodeSlot, ticket: Mapping[str, Any] | None, client: Client
+        self, routed: RoutedRequest, slot: NodeSlot, ticket: Mapping[str, Any] | None, client: Client
     ) -> None:
         """Have a decode node, or without a ticket a mixed one, answer the client. Raises Unanswered.
 
         Before `routed.begun`, nothing has reached the client, and another may be asked.
         """
-        phase = Phase.MIXED if ticket is None else Phase.DECODE
+        phase = RoutePhase.MIXED if ticket is None else RoutePhase.DECODE
         path, more = (routed.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
-        with self._visiting(routed, visit, phase) as attempt:
-            async with self._relay.exchange(_node_call(routed, visit, path, more)) as heard:
+        with self._attempting(routed, slot, phase) as attempt:
+            async with self._relay.exchange(_node_call(routed, slot, path, more)) as heard:
                 if routed.call.stream:
-                    await self._stream(routed, visit, attempt, heard, client)
+                    await self._stream(routed, slot, attempt, heard, client)
                 else:
-                    await self._whole(routed, visit, attempt, heard, client)
+                    await self._whole(routed, slot, attempt, heard, client)
 
     async def _whole(
-        self, routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+        self, routed: RoutedRequest, slot: NodeSlot, attempt: Attempt, heard: RelayedAnswer, client: Client
     ) -> None:
-        answer = WholeAnswer.read(await heard.body(asked_for=True))
+        answer = WholeNodeAnswer.read(await heard.body(asked_for=True))
         if answer is None:
-            raise Unanswered(Trouble.FAILED, f"{visit.name} sent no answer")
+            raise Unanswered(Trouble.FAILED, f"{slot.name} sent no answer")
         now_s = asyncio.get_running_loop().time()
         first_s = heard.seconds(FIRST_SECONDS)
-        _first(routed, visit, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
+        _first(routed, slot, attempt, heard, now_s if first_s is None else min(now_s, attempt.began_s + first_s))
         routed.seconds["total"] = now_s - routed.began_s
         content = answer.content(routed)
         routed.begun = routed.done = True
         await client.whole(content)
 
     async def _stream(
-        self, routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, client: Client
+        self, routed: RoutedRequest, slot: NodeSlot, attempt: Attempt, heard: RelayedAnswer, client: Client
     ) -> None:
         now_s = asyncio.get_running_loop().time
         trouble = Trouble.FAILED
         async for event, said in heard.events():
             if not routed.begun:
                 if "choices" not in said:
-                    raise Unanswered(Trouble.FAILED, f"{visit.name} began a stream without an answer")
-                _first(routed, visit, attempt, heard, now_s())
-                self._nodes.lives(visit, now_s())
+                    raise Unanswered(Trouble.FAILED, f"{slot.name} began a stream without an answer")
+                _first(routed, slot, attempt, heard, now_s())
+                self._nodes.lives(slot, now_s())
                 routed.begun = True
                 await client.begin()
             if said.get("usage"):
@@ -121,82 +121,82 @@ class Asker:
         routed.done = True
         await heard.tidy()
         if routed.outcome is Outcome.BROKEN:
-            raise Unanswered(trouble, f"{visit.name} ended its stream with an error")
+            raise Unanswered(trouble, f"{slot.name} ended its stream with an error")
 
     @contextmanager
-    def _visiting(self, routed: RoutedRequest, visit: NodeSlot, phase: Phase) -> Iterator[Attempt]:
+    def _attempting(self, routed: RoutedRequest, slot: NodeSlot, phase: RoutePhase) -> Iterator[Attempt]:
         """While a node is asked: remembers what became of it, and gives the slot back."""
         now_s = asyncio.get_running_loop().time
-        attempt = Attempt(phase=phase, node=visit.name, began_s=now_s())
+        attempt = Attempt(phase=phase, node=slot.name, began_s=now_s())
         routed.attempts.append(attempt)
         try:
             yield attempt
             attempt.outcome = "ok"
-            self._nodes.lives(visit, now_s())
-            self._nodes.went_well(visit)
+            self._nodes.lives(slot, now_s())
+            self._nodes.went_well(slot)
             while routed.suspects:  # it was they, and not the prompt
                 self._nodes.failed(routed.suspects.pop(), now_s(), at_once=False)
-            routed.nodes[phase] = visit.name
+            routed.nodes[phase] = slot.name
         except Unanswered as error:
             attempt.outcome, attempt.why = error.trouble, str(error)
-            self._blame(routed, visit, error.trouble, now_s())
+            self._blame(routed, slot, error.trouble, now_s())
             raise
         except BaseException as error:  # nobody waits any more, or a fault of our own: a probe must not stay open
             late = isinstance(error, asyncio.CancelledError) and now_s() >= routed.call.until_s
             attempt.outcome = "late" if late else "gone"
             if late and now_s() - attempt.began_s >= self._fair_s:
-                self._nodes.failed(visit, now_s(), at_once=False)
+                self._nodes.failed(slot, now_s(), at_once=False)
             else:
-                self._nodes.unproven(visit, now_s())
+                self._nodes.unproven(slot, now_s())
             raise
         finally:
             attempt.seconds = now_s() - attempt.began_s
             if attempt.outcome != "ok":
                 routed.add("retries", attempt.seconds)
-            visit.end()
+            slot.end()
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
 
-    def _blame(self, routed: RoutedRequest, visit: NodeSlot, trouble: Trouble, now_s: float) -> None:
-        lived_s, began_s = visit.entry.lived_s, routed.attempts[-1].began_s
+    def _blame(self, routed: RoutedRequest, slot: NodeSlot, trouble: Trouble, now_s: float) -> None:
+        lived_s, began_s = slot.entry.lived_s, routed.attempts[-1].began_s
         if trouble in (Trouble.REJECTED, Trouble.MISSING, Trouble.NOT_FINITE, Trouble.FAILED):
-            self._nodes.lives(visit, now_s)  # only a node that has proven itself says so
+            self._nodes.lives(slot, now_s)  # only a node that has proven itself says so
         if trouble is Trouble.REFUSED:
-            self._nodes.refused(visit, now_s)
+            self._nodes.refused(slot, now_s)
         elif trouble in (Trouble.REJECTED, Trouble.MISSING):  # it works; others do not
-            self._nodes.went_well(visit)
+            self._nodes.went_well(slot)
         elif trouble is Trouble.NOT_FINITE:
-            self._nodes.unproven(visit, now_s)
-            routed.suspects.append(visit)
+            self._nodes.unproven(slot, now_s)
+            routed.suspects.append(slot)
         elif trouble is Trouble.UNREACHED and lived_s >= began_s:  # it is slow, or we are
-            self._nodes.unproven(visit, now_s)
+            self._nodes.unproven(slot, now_s)
         else:
             hung = trouble is Trouble.HUNG and lived_s < now_s - self._relay.probe_s  # and not this request alone
             at_once = hung or trouble in (Trouble.BROKEN, Trouble.UNREACHED)
-            if self._nodes.failed(visit, now_s, at_once=at_once):
-                self._metrics.event("node_resting", node=visit.name, why=trouble)
+            if self._nodes.failed(slot, now_s, at_once=at_once):
+                self._metrics.event("node_resting", node=slot.name, why=trouble)
 
 
-def _first(routed: RoutedRequest, visit: NodeSlot, attempt: Attempt, heard: Heard, now_s: float) -> None:
+def _first(routed: RoutedRequest, slot: NodeSlot, attempt: Attempt, heard: RelayedAnswer, now_s: float) -> None:
     """The first token is there."""
     pool_s = heard.seconds(POOL_SECONDS)
     if pool_s is not None:
         routed.add("pool", pool_s)
-    visit.computed()
-    routed.nodes[attempt.phase] = visit.name
-    routed.add("decode" if attempt.phase is Phase.DECODE else "mixed", now_s - attempt.began_s)
+    slot.computed()
+    routed.nodes[attempt.phase] = slot.name
+    routed.add("decode" if attempt.phase is RoutePhase.DECODE else "mixed", now_s - attempt.began_s)
     routed.seconds["ttft"] = now_s - routed.began_s
 
 
-def _node_call(routed: RoutedRequest, visit: NodeSlot, path: str, more: Mapping[str, Any] | None) -> NodeCall:
+def _node_call(routed: RoutedRequest, slot: NodeSlot, path: str, more: Mapping[str, Any] | None) -> NodeCall:
     """What is sent: the client's body, in an envelope where there is `more` to say."""
     call, content = routed.call, routed.call.content
     if more is not None:
         envelope = json.dumps({"endpoint": call.endpoint, **more}, allow_nan=False, separators=(",", ":"))
         content = envelope[:-1].encode() + b',"body":' + content + b"}"
     return NodeCall(
-        node=visit.name,
-        url=visit.entry.beat.url,
+        node=slot.name,
+        url=slot.entry.heartbeat.url,
         path=path,
         content=content,
         request_id=call.request_id,

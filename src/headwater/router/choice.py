@@ -96,7 +96,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NodeChoice:
     """Nodes in the order in which to ask them, and those left out, with the reason."""
 
     how: How
@@ -112,7 +112,7 @@ def choose_entry(
     turn: int,
     promised: int = 0,
     failed: Collection[str] = (),
-) -> Choice:
+) -> NodeChoice:
     """Where a request begins: a prefill or a mixed node. `promised`: slots that requests in prefill will want.
 
     `held` None: the index is silent. `turn` grows with every choice. `failed`: who failed this request before.
@@ -134,7 +134,7 @@ def choose_entry(
 
 def choose_decode(
     nodes: Collection[NodeFacts], size: Size, held: Held | None, *, turn: int, failed: Collection[str] = ()
-) -> Choice:
+) -> NodeChoice:
     """Where a request with a ticket goes on: at a decode node; where none takes it, at a mixed one, from the start."""
     seconds = _Seconds(nodes, size, held)
     first, second = (
@@ -148,7 +148,7 @@ def choose_decode(
         )
         for role, estimate in ((Role.DECODE, seconds.decode), (Role.MIXED, seconds.entry))
     )
-    return Choice(first.how, first.candidates + second.candidates, first.left_out + second.left_out)
+    return NodeChoice(first.how, first.candidates + second.candidates, first.left_out + second.left_out)
 
 
 class _Seconds:
@@ -201,7 +201,7 @@ def _order(
     blocked: Callable[[NodeFacts], str | None],
     turn: int,
     failed: Collection[str],
-) -> Choice:
+) -> NodeChoice:
     usable, left_out = [], []
     for one in sorted(nodes, key=lambda one: one.name):
         obstacle = _obstacle(one, size) or blocked(one)
@@ -217,7 +217,7 @@ def _order(
             reason = f"failed this request before; {reason}"
         candidates.append(Candidate(one.name, one.role, reason, took, one.num_slots(size)))
     candidates.sort(key=lambda one: (one.node in failed, one.seconds or 0.0))  # stable: equals take turns
-    return Choice(How.ESTIMATE if seconds is not None else How.ROUND_ROBIN, tuple(candidates), tuple(left_out))
+    return NodeChoice(How.ESTIMATE if seconds is not None else How.ROUND_ROBIN, tuple(candidates), tuple(left_out))
 
 
 def _obstacle(one: NodeFacts, size: Size) -> str | None:

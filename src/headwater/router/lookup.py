@@ -65,7 +65,7 @@ class PrefixLookup:
         return ask
 
 
-class _Threads:
+class _LookupThreads:
     """Threads for one of the two parts: who finds all of them busy does not wait for one. For one event loop."""
 
     def __init__(self, name: str) -> None:
@@ -98,7 +98,7 @@ class Looker:
         self._lookup = lookup
         self._timeout_s = timeout_s
         self._breaker = Breaker(failures=3, pause_s=1.0)
-        self._reading, self._asking = _Threads("reading"), _Threads("lookup")
+        self._reading, self._asking = _LookupThreads("reading"), _LookupThreads("lookup")
 
     @property
     def state(self) -> str:

@@ -41,7 +41,7 @@ class NameTaken(NodeRefused):
     """Another node has this name, and may still live. It may be free when that one's lease is over."""
 
 
-class Came(enum.StrEnum):
+class HeartbeatKind(enum.StrEnum):
     """What a heartbeat was."""
 
     NEW = "new"
@@ -53,7 +53,7 @@ class Came(enum.StrEnum):
 class Entry:
     """A node that is there."""
 
-    beat: Heartbeat
+    heartbeat: Heartbeat
     until_s: float
     breaker: Breaker
     since_s: float
@@ -69,18 +69,18 @@ class Entry:
     @property
     def draining(self) -> bool:
         """Whether it takes nothing new."""
-        return self.told_to_drain or self.beat.draining
+        return self.told_to_drain or self.heartbeat.draining
 
     def facts(self, now_s: float) -> NodeFacts:
         """What is known of it now."""
-        free = 0 if now_s < self.refused_until_s else max(0, self.beat.load.free_slots - self.num_taken)
-        said, seen = self.beat.rates, self.measured
+        free = 0 if now_s < self.refused_until_s else max(0, self.heartbeat.load.free_slots - self.num_taken)
+        said, seen = self.heartbeat.rates, self.measured
         return NodeFacts(
-            name=self.beat.node,
-            role=self.beat.role,
+            name=self.heartbeat.node,
+            role=self.heartbeat.role,
             free_slots=free,
-            max_answers=self.beat.max_answers,
-            num_requests=max(self.num_running, self.beat.load.running + self.beat.load.waiting),
+            max_answers=self.heartbeat.max_answers,
+            num_requests=max(self.num_running, self.heartbeat.load.running + self.heartbeat.load.waiting),
             pending_tokens=self.pending_tokens,
             rates=Rates(**{one: getattr(said, one) or getattr(seen, one) for one in Rates.__slots__}),
             draining=self.draining,
@@ -102,7 +102,7 @@ class NodeSlot:
     @property
     def name(self) -> str:
         """Whom it is to."""
-        return self.entry.beat.node
+        return self.entry.heartbeat.node
 
     def computed(self) -> None:
         """Its prompt is computed: whoever comes next need not wait for that. Idempotent."""
@@ -127,40 +127,40 @@ class NodeTable:
         self._max_pause_s = max_pause_s
         self._refusal_s = refusal_s
 
-    def heard(self, beat: Heartbeat, now_s: float) -> Came:
+    def heard(self, heartbeat: Heartbeat, now_s: float) -> HeartbeatKind:
         """Take in a heartbeat. Raises NodeRefused."""
         self.expire(now_s)
-        known = self._entries.get(beat.node)
+        known = self._entries.get(heartbeat.node)
         if known is not None:
-            self._require_name(known.beat, beat)
-        if beat.lease_s == 0:
-            self._entries.pop(beat.node, None)
-            return Came.LEFT
+            self._require_name(known.heartbeat, heartbeat)
+        if heartbeat.lease_s == 0:
+            self._entries.pop(heartbeat.node, None)
+            return HeartbeatKind.LEFT
         for other in self._entries.values():
             if other is not known:
-                _require_fit(other.beat, beat)
-        if known is not None and known.beat.epoch == beat.epoch:
-            known.beat, known.until_s, known.num_taken = beat, now_s + beat.lease_s, 0
+                _require_fit(other.heartbeat, heartbeat)
+        if known is not None and known.heartbeat.epoch == heartbeat.epoch:
+            known.heartbeat, known.until_s, known.num_taken = heartbeat, now_s + heartbeat.lease_s, 0
             known.lived_s = now_s
-            return Came.KNOWN
+            return HeartbeatKind.KNOWN
         breaker = Breaker(failures=_FAILURES, pause_s=self._pause_s, max_pause_s=self._max_pause_s)
-        entry = Entry(beat, now_s + beat.lease_s, breaker, now_s)
-        entry.told_to_drain = self._drained.get(beat.node) == beat.epoch
-        self._entries[beat.node] = entry
-        return Came.NEW
+        entry = Entry(heartbeat, now_s + heartbeat.lease_s, breaker, now_s)
+        entry.told_to_drain = self._drained.get(heartbeat.node) == heartbeat.epoch
+        self._entries[heartbeat.node] = entry
+        return HeartbeatKind.NEW
 
     @staticmethod
-    def _require_name(known: Heartbeat, beat: Heartbeat) -> None:
-        if beat.epoch < known.epoch:  # or its clock went back, and its former self has gone
-            raise NameTaken(f"a newer process is called {beat.node}: give this one another name, or end it")
-        if beat.epoch > known.epoch and _host(beat.url) != _host(known.url):
+    def _require_name(known: Heartbeat, heartbeat: Heartbeat) -> None:
+        if heartbeat.epoch < known.epoch:  # or its clock went back, and its former self has gone
+            raise NameTaken(f"a newer process is called {heartbeat.node}: give this one another name, or end it")
+        if heartbeat.epoch > known.epoch and _host(heartbeat.url) != _host(known.url):
             raise NameTaken(
-                f"{beat.node} is the name of a node at {known.url}, and not of one at {beat.url}: give each node a "
+                f"{heartbeat.node} is the name of a node at {known.url}, and not of one at {heartbeat.url}: give each node a "
                 "name of its own, or end that one first"
             )
-        if beat.epoch == known.epoch and (beat.url, beat.role) != (known.url, known.role):
+        if heartbeat.epoch == known.epoch and (heartbeat.url, heartbeat.role) != (known.url, known.role):
             raise NodeRefused(
-                f"{beat.node} is the {known.role} node at {known.url}, and not the {beat.role} node at {beat.url}: "
+                f"{heartbeat.node} is the {known.role} node at {known.url}, and not the {heartbeat.role} node at {heartbeat.url}: "
                 "give each node a name of its own"
             )
 
@@ -191,50 +191,50 @@ class NodeTable:
             raise InvalidInput(f"no node is called {name!r:.80}")
         entry.told_to_drain = draining
         if draining:
-            self._drained[name] = entry.beat.epoch
+            self._drained[name] = entry.heartbeat.epoch
         else:
             self._drained.pop(name, None)
         return entry
 
-    def visit(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> NodeSlot | None:
+    def take_slot(self, name: str, *, tokens: int, now_s: float, num_slots: int = 1) -> NodeSlot | None:
         """Send a request there; None if it went, or somebody else is probing it."""
         entry = self._entries.get(name)
         if entry is None or not entry.breaker.allows(now_s):
             return None
         return NodeSlot(entry, tokens, num_slots)
 
-    # --- what became of a visit ---------------------------------------------------------------------------------------
+    # --- what became of a request at a node ---------------------------------------------------------------------------
 
-    def lives(self, visit: NodeSlot, now_s: float) -> None:
+    def lives(self, slot: NodeSlot, now_s: float) -> None:
         """It has proven itself with an answer, whatever that was: as good as a heartbeat, which may be late."""
-        visit.entry.until_s = max(visit.entry.until_s, now_s + visit.entry.beat.lease_s)
-        visit.entry.lived_s = now_s
+        slot.entry.until_s = max(slot.entry.until_s, now_s + slot.entry.heartbeat.lease_s)
+        slot.entry.lived_s = now_s
 
-    def went_well(self, visit: NodeSlot) -> None:
+    def went_well(self, slot: NodeSlot) -> None:
         """It answered."""
-        visit.entry.breaker.succeeded()
+        slot.entry.breaker.succeeded()
 
-    def refused(self, visit: NodeSlot, now_s: float) -> None:
+    def refused(self, slot: NodeSlot, now_s: float) -> None:
         """It has no room. That is an answer: it lives."""
-        visit.entry.breaker.succeeded()
-        visit.entry.refused_until_s = now_s + self._refusal_s
+        slot.entry.breaker.succeeded()
+        slot.entry.refused_until_s = now_s + self._refusal_s
 
-    def failed(self, visit: NodeSlot, now_s: float, *, at_once: bool) -> bool:
+    def failed(self, slot: NodeSlot, now_s: float, *, at_once: bool) -> bool:
         """It failed; `at_once` leaves it alone from now on. True if it is left alone from now on."""
-        failed = visit.entry.breaker.failed
+        failed = slot.entry.breaker.failed
         return any(failed(now_s) for _ in range(_FAILURES if at_once else 1))
 
-    def unproven(self, visit: NodeSlot, now_s: float) -> None:
+    def unproven(self, slot: NodeSlot, now_s: float) -> None:
         """Nobody waited for its answer."""
-        visit.entry.breaker.unproven(now_s)
+        slot.entry.breaker.unproven(now_s)
 
-    def measured(self, visit: NodeSlot, **rates: float) -> None:
+    def measured(self, slot: NodeSlot, **rates: float) -> None:
         """Tokens a second that this router saw, by name of the rate."""
-        old = visit.entry.measured
+        old = slot.entry.measured
         for name, rate in rates.items():
             before = getattr(old, name) or rate
             old = replace(old, **{name: before + _WEIGHT * (rate - before)})
-        visit.entry.measured = old
+        slot.entry.measured = old
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
@@ -242,28 +242,28 @@ class NodeTable:
         """By name: tokens that every node takes, and since when it is served."""
         found: dict[str, tuple[int | None, float]] = {}
         for one in self._entries.values():
-            limit, since_s = found.get(one.beat.model, (None, one.since_s))
-            both = [most for most in (limit, one.beat.max_model_len) if most is not None]
-            found[one.beat.model] = (min(both, default=None), min(since_s, one.since_s))
+            limit, since_s = found.get(one.heartbeat.model, (None, one.since_s))
+            both = [most for most in (limit, one.heartbeat.max_model_len) if most is not None]
+            found[one.heartbeat.model] = (min(both, default=None), min(since_s, one.since_s))
         return found
 
     def max_answers(self) -> int | None:
         """Answers to one request that some node here could give; None: nobody knows."""
-        said = [one.beat.max_answers for one in self._entries.values() if one.beat.role is not Role.PREFILL]
+        said = [one.heartbeat.max_answers for one in self._entries.values() if one.heartbeat.role is not Role.PREFILL]
         known = [most for most in said if most is not None]
         return max(known, default=None) if len(known) == len(said) else None
 
     def blocks(self) -> tuple[bytes, int] | None:
         """The identity of all nodes and their blocks' tokens; None where there are none. From any thread."""
         some = list(self._entries.values())[:1]
-        return (bytes.fromhex(some[0].beat.identity), some[0].beat.block_tokens) if some else None
+        return (bytes.fromhex(some[0].heartbeat.identity), some[0].heartbeat.block_tokens) if some else None
 
     def documents(self, now_s: float) -> list[dict[str, Any]]:
         """All that is known of each, for people."""
         self.expire(now_s)
         return [
             {
-                **one.beat.document(),
+                **one.heartbeat.document(),
                 "lease_left_s": round(one.until_s - now_s, 3),
                 "draining": one.draining,
                 "told_to_drain": one.told_to_drain,
@@ -290,25 +290,25 @@ def _host(url: str) -> str:
     return "localhost" if is_loopback(host) else host
 
 
-def _require_fit(here: Heartbeat, beat: Heartbeat) -> None:
+def _require_fit(here: Heartbeat, heartbeat: Heartbeat) -> None:
     """Refuse a node whose KV or whose answers would not be those of the nodes that are here."""
-    if beat.block_tokens != here.block_tokens:
+    if heartbeat.block_tokens != here.block_tokens:
         raise NodeRefused(
-            f"{beat.node} has blocks of {beat.block_tokens} tokens and {here.node}, which is here, of "
+            f"{heartbeat.node} has blocks of {heartbeat.block_tokens} tokens and {here.node}, which is here, of "
             f"{here.block_tokens}: start all nodes with the same block size"
         )
-    if beat.layout != here.layout:
+    if heartbeat.layout != here.layout:
         raise NodeRefused(
-            f"{beat.node} has the KV layout {beat.layout[:12]} and {here.node}, which is here, {here.layout[:12]}: "
+            f"{heartbeat.node} has the KV layout {heartbeat.layout[:12]} and {here.node}, which is here, {here.layout[:12]}: "
             "start all nodes with the same model and the same KV dtype"
         )
-    if beat.identity != here.identity:
+    if heartbeat.identity != here.identity:
         raise NodeRefused(
-            f"{beat.node} has the cache identity {beat.identity[:12]} and {here.node}, which is here, "
+            f"{heartbeat.node} has the cache identity {heartbeat.identity[:12]} and {here.node}, which is here, "
             f"{here.identity[:12]}: start all nodes with the same weights, configuration, adapter and quantisation"
         )
-    if beat.model != here.model:
+    if heartbeat.model != here.model:
         raise NodeRefused(
-            f"{beat.node} calls its model {beat.model!r} and {here.node}, which is here, {here.model!r}: "
+            f"{heartbeat.node} calls its model {heartbeat.model!r} and {here.node}, which is here, {here.model!r}: "
             "start all nodes with the same model name"
         )

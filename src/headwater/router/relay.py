@@ -86,7 +86,7 @@ class Unanswered(HeadwaterError):
         self.document = document
 
 
-class Heard:
+class RelayedAnswer:
     """An answer that has begun, with status 200."""
 
     def __init__(self, call: NodeCall, response: httpx2.Response, watch: "_Watch", *, limit_bytes: int) -> None:
@@ -200,7 +200,7 @@ class Relay:
         return self._clients[secure]
 
     @asynccontextmanager
-    async def exchange(self, call: NodeCall) -> AsyncIterator[Heard]:
+    async def exchange(self, call: NodeCall) -> AsyncIterator[RelayedAnswer]:
         """Send, and wait for an answer that begins with 200. Raises Unanswered, now or while it is read."""
         watch: _Watch | None = None
         try:
@@ -212,7 +212,7 @@ class Relay:
                         if response.status_code != 200:
                             with watch:
                                 raise judge(call.node, response.status_code, await _read_error(response))
-                        yield Heard(call, response, watch, limit_bytes=self._limit_bytes)
+                        yield RelayedAnswer(call, response, watch, limit_bytes=self._limit_bytes)
                     finally:
                         await response.aclose()
         except TimeoutError:

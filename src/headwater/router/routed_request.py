@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.width import num_choices
-from headwater.router.choice import Candidate, Choice, Held, Size
+from headwater.router.choice import Candidate, Held, NodeChoice, Size
 from headwater.router.nodes import NodeSlot
 from headwater.router.relay import Unanswered
 
@@ -21,7 +21,7 @@ _BYTES_PER_TOKEN: Final = 4  # of a body whose tokens nobody has counted
 _PARTS: Final = ("queue_s", "prefill_s", "pool_write_s", "pool_read_s", "decode_s")  # that nodes tell of
 
 
-class Phase(enum.StrEnum):
+class RoutePhase(enum.StrEnum):
     """What a node is asked for."""
 
     PREFILL = "prefill"
@@ -108,7 +108,7 @@ class Client(Protocol):
 class Attempt:
     """One node that was asked."""
 
-    phase: Phase
+    phase: RoutePhase
     node: str
     began_s: float
     outcome: str = "under way"
@@ -163,7 +163,7 @@ class RoutedRequest:
         """Take in what a prefill node says of its time."""
         self.parts = _sum(self.parts, phases)
 
-    def decided(self, choice: Choice, taken: Candidate) -> None:
+    def decided(self, choice: NodeChoice, taken: Candidate) -> None:
         """Remember a choice, and why."""
         if len(self.decisions) < _NUM_SHOWN:
             self.decisions.append(

@@ -98,9 +98,9 @@ from headwater.disagg.events import event_of
 from headwater.disagg.heartbeat import Heartbeat
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
-from headwater.router.choice import Candidate, Choice, choose_decode, choose_entry
+from headwater.router.choice import Candidate, NodeChoice, choose_decode, choose_entry
 from headwater.router.lookup import Looker, Lookup
-from headwater.router.nodes import Came, NodeRefused, NodeSlot, NodeTable
+from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeSlot, NodeTable
 from headwater.router.relay import Relay, Trouble, Unanswered
 from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, RoutedRequest
 from headwater.router.settings import RouterConfig
@@ -151,54 +151,56 @@ class Router:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def heard(self, beat: Heartbeat) -> dict[str, Any]:
+    def heard(self, heartbeat: Heartbeat) -> dict[str, Any]:
         """Take in a heartbeat; what the node is told. Raises NodeRefused."""
         try:
-            self._require_reach(beat)
-            came = self.nodes.heard(beat, self._sweep())
+            self._require_reach(heartbeat)
+            came = self.nodes.heard(heartbeat, self._sweep())
         except NodeRefused as error:
-            self.metrics.event("node_refused", node=beat.node, why=str(error))
+            self.metrics.event("node_refused", node=heartbeat.node, why=str(error))
             raise
-        if came is not Came.KNOWN:
-            self.metrics.event("node_joined" if came is Came.NEW else "node_left", node=beat.node, role=beat.role)
-        if came is Came.NEW:
-            self._compare_clocks(beat)
-        if self.nodes.get(beat.node) is None:
-            self._relay.forget(beat.node)
+        if came is not HeartbeatKind.KNOWN:
+            self.metrics.event(
+                "node_joined" if came is HeartbeatKind.NEW else "node_left", node=heartbeat.node, role=heartbeat.role
+            )
+        if came is HeartbeatKind.NEW:
+            self._compare_clocks(heartbeat)
+        if self.nodes.get(heartbeat.node) is None:
+            self._relay.forget(heartbeat.node)
         else:
-            task = asyncio.create_task(self._greet(beat), name=f"greeting {beat.node}")
+            task = asyncio.create_task(self._greet(heartbeat), name=f"greeting {heartbeat.node}")
             self._greetings.add(task)
             task.add_done_callback(self._greetings.discard)
         self._changed()
-        entry = self.nodes.get(beat.node)
-        return {"node": beat.node, "came": came, "draining": entry is not None and entry.draining}
+        entry = self.nodes.get(heartbeat.node)
+        return {"node": heartbeat.node, "came": came, "draining": entry is not None and entry.draining}
 
-    def _require_reach(self, beat: Heartbeat) -> None:
-        if self.config.node_key.own and not is_loopback(urlsplit(beat.url).hostname or ""):
+    def _require_reach(self, heartbeat: Heartbeat) -> None:
+        if self.config.node_key.own and not is_loopback(urlsplit(heartbeat.url).hostname or ""):
             raise NodeRefused(
-                f"this router was given no node key, so it takes nodes on loopback only, and none at {beat.url}: start "
+                f"this router was given no node key, so it takes nodes on loopback only, and none at {heartbeat.url}: start "
                 "all of them with --node-key-file"
             )
 
-    def _compare_clocks(self, beat: Heartbeat) -> None:
+    def _compare_clocks(self, heartbeat: Heartbeat) -> None:
         """Tickets expire by the wall clock, so who reads them must have the same time as who made them, or nearly."""
-        ahead_s = 0.0 if beat.clock_s is None else beat.clock_s - time.time()
+        ahead_s = 0.0 if heartbeat.clock_s is None else heartbeat.clock_s - time.time()
         if abs(ahead_s) > _CLOCKS_S:
             how = "ahead of" if ahead_s > 0 else "behind"
-            log.warning("the clock of %s is %.0f s %s this router's: set both", beat.node, abs(ahead_s), how)
-            self.metrics.event("clock_differs", node=beat.node, ahead_s=ahead_s)
+            log.warning("the clock of %s is %.0f s %s this router's: set both", heartbeat.node, abs(ahead_s), how)
+            self.metrics.event("clock_differs", node=heartbeat.node, ahead_s=ahead_s)
 
-    async def _greet(self, beat: Heartbeat) -> None:
+    async def _greet(self, heartbeat: Heartbeat) -> None:
         """Have a node prove itself again before anybody waits for that."""
-        entry = self.nodes.get(beat.node)
-        if entry is None or entry.beat.url != beat.url:
+        entry = self.nodes.get(heartbeat.node)
+        if entry is None or entry.heartbeat.url != heartbeat.url:
             return
-        why = await self._relay.greet(beat.node, beat.url)
+        why = await self._relay.greet(heartbeat.node, heartbeat.url)
         if why is None:  # it says nothing either way
             return
         if why and not entry.doubted:  # once
             log.warning("%s", why)
-            self.metrics.event("node_unproven", node=beat.node, why=why)
+            self.metrics.event("node_unproven", node=heartbeat.node, why=why)
         entry.doubted = bool(why)
 
     def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
@@ -318,13 +320,13 @@ class Router:
         routed.add("queue", asyncio.get_running_loop().time() - routed.began_s)
         ticket: Mapping[str, Any] | None = None
         while True:
-            candidate, visit = await self._next(routed, with_ticket=ticket is not None)
+            candidate, slot = await self._next(routed, with_ticket=ticket is not None)
             try:
                 if candidate.role is Role.PREFILL:
-                    ticket = await self._asker.prefill(routed, visit)
+                    ticket = await self._asker.prefill(routed, slot)
                 else:
                     with_ticket = ticket if candidate.role is Role.DECODE else None
-                    await self._asker.answer(routed, visit, with_ticket, client)
+                    await self._asker.answer(routed, slot, with_ticket, client)
                     return
             except Unanswered as trouble:
                 if self._must_prefill(routed, candidate, trouble):
@@ -403,7 +405,7 @@ class Router:
             code="no_room" if left_out else "no_node",
         )
 
-    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> Choice:
+    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> NodeChoice:
         facts = self.nodes.facts(self._sweep())
         if with_ticket:
             return choose_decode(facts, routed.size, routed.held, turn=self._turns[True], failed=routed.failed)
@@ -411,18 +413,18 @@ class Router:
             facts, routed.size, routed.held, turn=self._turns[False], promised=self._num_promised, failed=routed.failed
         )
 
-    def _take(self, routed: RoutedRequest, choice: Choice) -> _Taken | None:
+    def _take(self, routed: RoutedRequest, choice: NodeChoice) -> _Taken | None:
         """The first of a choice that takes a request."""
         now_s = asyncio.get_running_loop().time()
         for one in choice.candidates:
             held = 0 if routed.held is None else routed.held.at(one.node)
             tokens = 0 if one.role is Role.DECODE else max(0, routed.size.prompt - held)
-            visit = self.nodes.visit(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
-            if visit is not None:
+            slot = self.nodes.take_slot(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
+            if slot is not None:
                 self._promise(routed, self._num_slots(routed) if one.role is Role.PREFILL else 0)
                 routed.decided(choice, one)
                 self.metrics.count("router_choices_total", role=one.role, how=choice.how)
-                return one, visit
+                return one, slot
         return None
 
     def _num_slots(self, routed: RoutedRequest) -> int:

@@ -21,7 +21,7 @@ _LOOK_AGAIN_S: Final = 0.05  # leases run out and pauses end without anybody say
 _MOST_HELD_S: Final = 1.0
 
 
-class _Waiter:
+class _LineWaiter:
     """Somebody in line."""
 
     def __init__(self, num_slots: int) -> None:
@@ -33,8 +33,8 @@ class WaitLine:
     """Two lines. For one event loop."""
 
     def __init__(self) -> None:
-        self._narrow: deque[_Waiter] = deque()
-        self._wide: deque[_Waiter] = deque()
+        self._narrow: deque[_LineWaiter] = deque()
+        self._wide: deque[_LineWaiter] = deque()
         self._num_left = 0  # narrow ones that may still pass, before it is the wide ones' turn
         self._narrow_since_s = 0.0  # it is the narrow ones' turn, and
         self._wide_until_s = 0.0  # when that of the wide ones ends
@@ -58,7 +58,7 @@ class WaitLine:
         Who was through before and comes again stands `in_front`.
         """
         loop = asyncio.get_running_loop()
-        me, line = _Waiter(num_slots), self._narrow if num_slots == 1 else self._wide
+        me, line = _LineWaiter(num_slots), self._narrow if num_slots == 1 else self._wide
         if line is self._wide and not line and self._num_left <= 0:
             self._narrow_turn(num_slots, loop.time())
         if in_front:
@@ -84,7 +84,7 @@ class WaitLine:
 
     # --- whose turn it is ---------------------------------------------------------------------------------------------
 
-    def _is_turn(self, line: deque[_Waiter], now_s: float) -> bool:
+    def _is_turn(self, line: deque[_LineWaiter], now_s: float) -> bool:
         if not (self._narrow and self._wide):
             return True
         if self._num_left <= 0 and now_s >= self._wide_until_s:  # there was no room for it: the others go on
@@ -94,7 +94,7 @@ class WaitLine:
     def _narrow_turn(self, num_left: int, now_s: float) -> None:
         self._num_left, self._narrow_since_s = num_left, now_s
 
-    def _passed(self, who: _Waiter, now_s: float) -> None:
+    def _passed(self, who: _LineWaiter, now_s: float) -> None:
         if who.num_slots > 1:
             self._narrow_turn(who.num_slots, now_s)
         elif self._wide and self._num_left > 0:

@@ -23,7 +23,7 @@ _CHOICES: Final = re.compile(rb'[{,]\s*"choices"\s*:\s*\[')
 
 
 @dataclass(frozen=True, slots=True)
-class WholeAnswer:
+class WholeNodeAnswer:
     """A node's answer: bytes that stay as they are, and behind them the fields of what was read."""
 
     head: bytes

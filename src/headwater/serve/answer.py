@@ -27,7 +27,17 @@ from headwater.core.errors import HeadwaterError
 from headwater.disagg.outcome import Missing
 from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
-from headwater.engine.request import Finish, Output, Phase, Request, Sampling, Sending, Taking, TokenLogprob, Usage
+from headwater.engine.request import (
+    Finish,
+    Output,
+    Request,
+    RequestPhase,
+    Sampling,
+    Sending,
+    Taking,
+    TokenLogprob,
+    Usage,
+)
 from headwater.engine.tokenizer import Detokenizer
 from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late, too_slow
 
@@ -47,7 +57,7 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Text that is certain, with the log-probabilities of the tokens that begin in it, if wanted."""
 
     text: str = ""
@@ -75,7 +85,7 @@ class Transcript:
         self._held = ""  # behind it the beginning of a stop string, perhaps
         self._waiting: list[Likelihood] = []  # of tokens that begin in either or behind it
 
-    def push(self, tokens: Sequence[int], told: Sequence[TokenLogprob] = ()) -> Piece:
+    def push(self, tokens: Sequence[int], told: Sequence[TokenLogprob] = ()) -> TextPiece:
         """Add tokens; return what is certain now. After a stop string there is nothing."""
         for i, token in enumerate(tokens):
             if self.stopped:
@@ -92,7 +102,7 @@ class Transcript:
                 self._look()
         return self._give(len(self._held) if self.stopped else len(self._held) - self._num_suspicious())
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextPiece:
         """The rest, when no more tokens come."""
         if not self.stopped:
             self._held += self._detokenizer.finish()
@@ -115,12 +125,12 @@ class Transcript:
                 return length
         return 0
 
-    def _give(self, length: int, *, last: bool = False) -> Piece:
+    def _give(self, length: int, *, last: bool = False) -> TextPiece:
         text, self._free, self._held = self._free + self._held[:length], "", self._held[length:]
         self._num_given += len(text)
         ready = [one for one in self._waiting if last or one.offset < self._num_given]
         self._waiting = self._waiting[len(ready) :]
-        return Piece(text, tuple(ready))
+        return TextPiece(text, tuple(ready))
 
 
 @dataclass(slots=True, eq=False)
@@ -141,15 +151,15 @@ class Choice:
         """Whether it is the first to its prompt."""
         return self.request.after is None
 
-    def take(self, output: Output) -> Piece:
+    def take(self, output: Output) -> TextPiece:
         """More of its text."""
         piece = self.transcript.push(output.tokens, output.logprobs)
         if output.finish is not None:
             rest = self.transcript.finish()
-            piece = Piece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
+            piece = TextPiece(piece.text + rest.text, piece.likelihoods + rest.likelihoods)
             self.finish_reason = str(Finish.STOP if self.transcript.stopped else output.finish)
         if self.echo and (piece or output.finish is not None):
-            piece, self.echo = Piece(self.echo + piece.text, piece.likelihoods), ""
+            piece, self.echo = TextPiece(self.echo + piece.text, piece.likelihoods), ""
         return piece
 
 
@@ -273,13 +283,13 @@ class Answer:
         """Whether it waits for the pool, and still has time to: then nothing needs to get done for it here."""
         now_s = time.monotonic()
         return any(
-            choice.request.phase in (Phase.FETCHING, Phase.SENDING)
+            choice.request.phase in (RequestPhase.FETCHING, RequestPhase.SENDING)
             and choice.handoff is not None
             and now_s < choice.handoff.until_s
             for choice in self.choices
         )
 
-    async def next(self) -> tuple[Choice, Piece] | None:
+    async def next(self) -> tuple[Choice, TextPiece] | None:
         """More of a choice, or that it is over (it has a finish_reason then); None when all are.
 
         Raises ApiError if there is no answer, or no more of it in time; ClientLeft.
@@ -290,7 +300,7 @@ class Answer:
             self.error = error
             raise
 
-    async def _next(self) -> tuple[Choice, Piece] | None:
+    async def _next(self) -> tuple[Choice, TextPiece] | None:
         while self._num_over < len(self.choices):
             if self._client_left:  # what lies here is for nobody
                 raise ClientLeft("the client went away")

@@ -17,7 +17,7 @@ from headwater.serve import errors
 from headwater.serve.body import parse
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import SMALL_BYTES, Limits, Pace
-from headwater.serve.middleware import until_s, visit_of
+from headwater.serve.middleware import admission_of, until_s
 
 try:
     from starlette.requests import Request
@@ -90,8 +90,8 @@ class Bodies:
         """All of it; what counts of it is counted then."""
         if self._stopped:
             raise errors.closing()
-        visit, most_s, loop = visit_of(http.scope), until_s(http), asyncio.get_running_loop()
-        pace = Pace(self._limits, visit.began_s)
+        admission, most_s, loop = admission_of(http.scope), until_s(http), asyncio.get_running_loop()
+        pace = Pace(self._limits, admission.began_s)
         coming: _Coming | None = None
         try:
             async with asyncio.timeout_at(min(most_s, pace.until_s)) as alarm:
@@ -108,7 +108,7 @@ class Bodies:
             if coming is not None and coming.why is not None:
                 raise coming.why from error
             if loop.time() >= most_s:
-                raise errors.too_late(most_s - visit.began_s) from error
+                raise errors.too_late(most_s - admission.began_s) from error
             raise errors.slow_body() from error
         finally:
             if coming is not None:

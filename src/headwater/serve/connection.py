@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from headwater.core.errors import NotInstalled
 from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.serve import errors
-from headwater.serve.connections import Connections, Cut, Phase, Visit
+from headwater.serve.connections import Admission, ConnectionPhase, Connections, Cut
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, Pace
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-VISIT: Final = "headwater_visit"  # in a request's scope
+ADMISSION: Final = "headwater_admission"  # in a request's scope
 
 _ANSWERED: Final = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
 
@@ -71,16 +71,16 @@ class Connection(H11Protocol):
         self._most_unread_bytes = 0  # when it began to lie here
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ConnectionPhase:
         """What it is at."""
         theirs, ours = self.conn.their_state, self.conn.our_state
         if self.transport.is_closing() or theirs is h11.ERROR:
-            return Phase.CLOSING
+            return ConnectionPhase.CLOSING
         if theirs is h11.IDLE:
-            return Phase.IDLE if self._began_s is None and self._num_answered else Phase.ARRIVING
+            return ConnectionPhase.IDLE if self._began_s is None and self._num_answered else ConnectionPhase.ARRIVING
         if theirs is h11.SEND_BODY:
-            return Phase.LINGERING if ours in _ANSWERED else Phase.ARRIVING
-        return Phase.ANSWERING
+            return ConnectionPhase.LINGERING if ours in _ANSWERED else ConnectionPhase.ARRIVING
+        return ConnectionPhase.ANSWERING
 
     @property
     def num_unread_bytes(self) -> int:
@@ -148,19 +148,19 @@ class Connection(H11Protocol):
     def look(self, now_s: float) -> float:
         """End it, if it has waited too long. When to look again, if nothing changes until then."""
         limits, phase = self.door.limits, self.phase
-        if phase is Phase.CLOSING and self._pace is None:  # what was said last has to be read, too
+        if phase is ConnectionPhase.CLOSING and self._pace is None:  # what was said last has to be read, too
             self._lies_here()
         if self._pace is not None:
             self._pace.moved(now_s, self._most_unread_bytes - self.num_unread_bytes)
             if now_s >= self._pace.until_s:
                 self._abort(Cut.UNREAD)
                 return now_s
-            if phase is Phase.CLOSING:
+            if phase is ConnectionPhase.CLOSING:
                 return now_s
         if self._began_s is None:
-            until_s = self._since_s + (limits.linger_s if phase is Phase.LINGERING else limits.idle_timeout_s)
+            until_s = self._since_s + (limits.linger_s if phase is ConnectionPhase.LINGERING else limits.idle_timeout_s)
             if now_s >= until_s:
-                self._close(Cut.SLOW if phase is Phase.LINGERING else Cut.SILENT)
+                self._close(Cut.SLOW if phase is ConnectionPhase.LINGERING else Cut.SILENT)
         elif self.conn.their_state is h11.IDLE:
             until_s = self._began_s + limits.patience_s
             if now_s >= until_s:
@@ -202,7 +202,7 @@ class Connection(H11Protocol):
         if timeout_s is not None:
             self._until_s = began_s + timeout_s
             self.door.changed(self)
-        scope[VISIT] = Visit(began_s, timeout_s, turned_away=not self._welcome)
+        scope[ADMISSION] = Admission(began_s, timeout_s, turned_away=not self._welcome)
         await self._inner(scope, receive, send)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class _Conversation(h11.Connection):
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         super().__init__(h11.SERVER, limits.head_bytes)
-        self._receive_buffer = _Lines(limits)
+        self._receive_buffer = _HeadLines(limits)
         self._limits = limits
         self._clock = clock
         self._num_pieces = 0
@@ -283,7 +283,7 @@ class _Conversation(h11.Connection):
             raise _Crumbs("the body comes in crumbs")
 
 
-class _Lines(ReceiveBuffer):
+class _HeadLines(ReceiveBuffer):
     """What came and is not taken apart. Heads, and what follows a body in chunks, have so many bytes and lines."""
 
     def __init__(self, limits: Limits) -> None:

@@ -34,7 +34,7 @@ _NUM_FREED: Final = 16  # connections to close where the process has no descript
 _FREE_S: Final = 1.0  # once in so long: then it is tried again
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     """What a connection is at."""
 
     ARRIVING = "arriving"  # its first request is awaited, or a request comes
@@ -56,7 +56,7 @@ class Cut(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class Admission:
     """What the door knows of a request, on the event loop's clock."""
 
     began_s: float  # its first byte
@@ -68,7 +68,7 @@ class Guest(Protocol):
     """A connection, as seen from here."""
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> ConnectionPhase:
         """What it is at."""
 
     @property
@@ -88,7 +88,7 @@ class Connections:
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self.limits = limits
         self.metrics = metrics
-        self._phases: dict[Guest, Phase] = {}  # all that are open, and
+        self._phases: dict[Guest, ConnectionPhase] = {}  # all that are open, and
         self._looks_s: dict[Guest, float] = {}  # when to look at them
         self._lingering: dict[Guest, None] = {}  # the longest first
         self._arriving: dict[Guest, None] = {}  # the longest first
@@ -109,7 +109,7 @@ class Connections:
         if not welcome and len(self._phases) >= self.limits.max_connections + _MORE:
             guest.leave(Cut.CROWDED)
             return False
-        self._phases[guest] = Phase.ARRIVING
+        self._phases[guest] = ConnectionPhase.ARRIVING
         self._looks_s[guest] = 0.0
         self._arriving[guest] = None
         if self._timer is None:
@@ -124,9 +124,9 @@ class Connections:
         self._phases[guest] = now
         self._looks_s[guest] = 0.0
         for phase, line in (
-            (Phase.LINGERING, self._lingering),
-            (Phase.ARRIVING, self._arriving),
-            (Phase.IDLE, self._idle),
+            (ConnectionPhase.LINGERING, self._lingering),
+            (ConnectionPhase.ARRIVING, self._arriving),
+            (ConnectionPhase.IDLE, self._idle),
         ):
             if now is phase:
                 line[guest] = None

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY, Reason
+from headwater.core.results import Reason
+from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 
 RETRY_AFTER_S: Final = 1
 

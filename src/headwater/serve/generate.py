@@ -12,7 +12,7 @@ from headwater.core.errors import NotInstalled
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
-from headwater.serve.answer import Answer, ClientLeft, Piece
+from headwater.serve.answer import Answer, ClientLeft, TextPiece
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import token_id
@@ -109,7 +109,7 @@ class Reply:
         answer, head, asked = self._answer, self._head, self._asked
         silent = set(range(len(answer.choices)))  # choices of which nothing was said yet
 
-        async def event(index: int, piece: Piece, finish_reason: str | None = None) -> None:
+        async def event(index: int, piece: TextPiece, finish_reason: str | None = None) -> None:
             choice = self._api.delta(index, piece, finish_reason, self._name, first=index in silent)
             silent.discard(index)
             await _send_event(send, head.document(self._api.part, [choice], **self._usage_so_far()))
@@ -123,7 +123,7 @@ class Reply:
                 if piece:
                     await event(choice.index, piece)
                 if choice.finish_reason is not None:
-                    await event(choice.index, Piece(), choice.finish_reason)
+                    await event(choice.index, TextPiece(), choice.finish_reason)
                 more = await answer.next()
             if asked.include_usage:
                 await _send_event(send, head.document(self._api.part, [], usage=self._usage()))

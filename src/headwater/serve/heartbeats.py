@@ -48,7 +48,7 @@ class _Refusal:
     may_pass: bool = False  # by itself
 
 
-class Beats:
+class HeartbeatSender:
     """Heartbeats to some routers. For one event loop."""
 
     def __init__(self, routers: Sequence[str], say: Say, *, lease_s: float, key: NodeKey) -> None:

@@ -19,8 +19,8 @@ from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.metrics import Metrics
 from headwater.serve import errors
-from headwater.serve.connection import VISIT
-from headwater.serve.connections import Visit
+from headwater.serve.connection import ADMISSION
+from headwater.serve.connections import Admission
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard, checked
 from headwater.serve.limits import Limits
@@ -69,9 +69,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if VISIT not in scope:  # it did not come through a connection of ours
+        if ADMISSION not in scope:  # it did not come through a connection of ours
             began_s = asyncio.get_running_loop().time()
-            scope[VISIT] = Visit(began_s, self._limits.timeout_s(_header(scope, TIMEOUT)))
+            scope[ADMISSION] = Admission(began_s, self._limits.timeout_s(_header(scope, TIMEOUT)))
         given = _header(scope, REQUEST_ID)
         name = given if given is not None and _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope[_SCOPE] = name
@@ -90,7 +90,7 @@ class Guard:
 
         try:
             try:
-                if visit_of(scope).turned_away:
+                if admission_of(scope).turned_away:
                     raise errors.crowded()
                 admitted = self._fleet.admit(scope)
                 if admitted is None:
@@ -169,15 +169,15 @@ def request_id(scope: Scope) -> str:
     return name
 
 
-def visit_of(scope: Scope) -> Visit:
+def admission_of(scope: Scope) -> Admission:
     """What the connection knows of a request."""
-    visit: Visit = scope[VISIT]
-    return visit
+    admission: Admission = scope[ADMISSION]
+    return admission
 
 
 def timeout_s(http: Request) -> float:
     """How long the client waits, from its request's first byte on. Raises ApiError."""
-    seconds = visit_of(http.scope).timeout_s
+    seconds = admission_of(http.scope).timeout_s
     if seconds is None:
         said = errors.shown(http.headers.get(TIMEOUT))
         raise errors.invalid(None, f"{TIMEOUT} must be seconds above 0, not {said}")
@@ -186,7 +186,7 @@ def timeout_s(http: Request) -> float:
 
 def until_s(http: Request) -> float:
     """When it stops to wait, on the event loop's clock. Raises ApiError."""
-    return visit_of(http.scope).began_s + timeout_s(http)
+    return admission_of(http.scope).began_s + timeout_s(http)
 
 
 def prometheus(metrics: Metrics) -> Response:

@@ -16,7 +16,7 @@ from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
-    from headwater.serve.answer import Likelihood, Piece
+    from headwater.serve.answer import Likelihood, TextPiece
 
 Document: TypeAlias = dict[str, Any]
 
@@ -48,7 +48,9 @@ class Api(ABC):
         """A whole answer as one of a response's choices, as JSON."""
 
     @abstractmethod
-    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(
+        self, index: int, piece: "TextPiece", finish_reason: str | None, name: NameToken, *, first: bool
+    ) -> Document:
         """More of an answer as a chunk's only choice."""
 
 
@@ -78,7 +80,9 @@ class Completions(Api):
         form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
         return form % (index, said.text, said.logprobs, dump(finish_reason))
 
-    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(
+        self, index: int, piece: "TextPiece", finish_reason: str | None, name: NameToken, *, first: bool
+    ) -> Document:
         """The same as a whole one, with less in it."""
         logprobs = self.logprobs(piece.likelihoods, name)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -112,7 +116,9 @@ class Chat(Api):
         form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":%b}'
         return form % (index, message, said.logprobs, dump(finish_reason))
 
-    def delta(self, index: int, piece: "Piece", finish_reason: str | None, name: NameToken, *, first: bool) -> Document:
+    def delta(
+        self, index: int, piece: "TextPiece", finish_reason: str | None, name: NameToken, *, first: bool
+    ) -> Document:
         """More of an answer; the first says whose it is."""
         delta: Document = {"role": "assistant"} if first else {}
         if first or piece:

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.core.node_key import NodeKey
+from headwater.core.results import Reason
 from headwater.core.role import Role
-from headwater.disagg.outcome import Reason
 from headwater.disagg.prompt import check_prompt
 from headwater.disagg.protocol import Ticket, decode
-from headwater.disagg.used import Use, UsedTickets
+from headwater.disagg.used import TicketUse, UsedTickets
 from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
@@ -76,7 +76,7 @@ class Prefill(_Asked):
         )
         with service.places(len(question.prompts)):
             answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
-            with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+            with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
                 while await answer.next() is not None:
                     pass
                 document = _sent(answer, service.config.node_key)
@@ -113,7 +113,7 @@ class Decode(_Asked):
                 taken.append(ticket.nonce)
             with service.places(num_answers):
                 answer = service.submit(arrival, api, question, handoffs=handoffs)
-                with service.answering(arrival, answer), _Line(self.path, arrival, answer):
+                with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
                     await Reply(service, arrival, api, question.asked, answer).send(send)
         finally:
             if answer is None or not answer.begun:
@@ -123,8 +123,8 @@ class Decode(_Asked):
     def _take(self, ticket: Ticket) -> None:
         """Use a ticket. Raises ApiError if that may not be."""
         use = self._used.take(ticket.nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
-        if use is not Use.FIRST:
-            raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
+        if use is not TicketUse.FIRST:
+            raise errors.no_room() if use is TicketUse.NO_ROOM else errors.used_ticket()
 
     def _tickets(self, given: object, question: Question) -> list[Ticket]:
         """A ticket for each prompt, if they can be used here. Raises HandoffFailed."""
@@ -150,7 +150,7 @@ class Decode(_Asked):
         return ticket
 
 
-class _Line:
+class _LogLine:
     """One line in the log for each request, whatever became of it."""
 
     def __init__(self, path: str, arrival: Arrival, answer: Answer) -> None:

@@ -62,7 +62,7 @@ class Readers:
         `options` are what `reader_process.py` is started with, besides its memory.
         """
         memory_bytes = max(_LEAST_MEMORY_BYTES, _MEMORY_PER_BYTE * max_body_bytes)
-        self._threads = _Threads(here or {}, max_waiting)
+        self._threads = _ReaderThreads(here or {}, max_waiting)
         self._lanes: tuple[_Lane, ...] = tuple(
             _Lane({"memory_bytes": memory_bytes, **options}, max_waiting) for _ in range(_NUM_LANES)
         )
@@ -156,7 +156,7 @@ class _Turns:
         self._waiting = []
 
 
-class _Threads:
+class _ReaderThreads:
     """Threads of this process, and who waits for them."""
 
     def __init__(self, calls: Mapping[str, Callable[..., Any]], max_waiting: int) -> None:
@@ -195,11 +195,11 @@ class _Lane:
     def __init__(self, options: Mapping[str, object], max_waiting: int) -> None:
         self._options = options
         self._turns = _Turns(1, max_waiting)
-        self._process: _Process | None = None
-        self._ended: list[_Process] = []  # and perhaps not gone yet
+        self._process: _ReaderProcess | None = None
+        self._ended: list[_ReaderProcess] = []  # and perhaps not gone yet
         self._stopped = False
 
-    def start(self, spare: "Spare | None" = None) -> "_Process":
+    def start(self, spare: "Spare | None" = None) -> "_ReaderProcess":
         """The process, started if need be. Raises ApiError if there are to be none any more."""
         if self._stopped:
             raise errors.closing()
@@ -282,7 +282,7 @@ class _Ended(Exception):
     """A reader that ended in the middle of a body."""
 
 
-class _Process:
+class _ReaderProcess:
     """A reader that runs. It loads its modules, and waits to be told what it reads with."""
 
     def __init__(self) -> None:
@@ -333,7 +333,7 @@ class _Process:
         return (self._process.wait() if wait else self._process.poll()) is not None
 
 
-Spare: TypeAlias = _Process
+Spare: TypeAlias = _ReaderProcess
 
 
 @contextmanager
@@ -342,7 +342,7 @@ def spare_readers() -> Iterator[list[Spare]]:
     spares: list[Spare] = []
     try:
         with suppress(OSError):  # who needs one will say so
-            spares += [_Process() for _ in range(_NUM_LANES)]
+            spares += [_ReaderProcess() for _ in range(_NUM_LANES)]
         yield spares
     finally:
         for one in spares:
@@ -350,7 +350,7 @@ def spare_readers() -> Iterator[list[Spare]]:
             one.is_gone(wait=True)
 
 
-def _begun(options: Mapping[str, object], spare: Spare | None) -> _Process:
+def _begun(options: Mapping[str, object], spare: Spare | None) -> _ReaderProcess:
     """A process that has its options: the spare one, if that still lives. Raises OSError."""
     if spare is not None:
         try:
@@ -359,6 +359,6 @@ def _begun(options: Mapping[str, object], spare: Spare | None) -> _Process:
             spare.end()
         else:
             return spare
-    process = _Process()
+    process = _ReaderProcess()
     process.begin(options)
     return process

@@ -14,7 +14,7 @@ from typing import Final
 from headwater.core.errors import NotInstalled
 from headwater.serve.app import create_app
 from headwater.serve.connections import Connections
-from headwater.serve.heartbeats import Beats
+from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.service import Service
 from headwater.serve.sockets import receive_on, setup
 
@@ -30,7 +30,7 @@ class Server(uvicorn.Server):
     """Serves one application on sockets it is given. `run` blocks until a signal or `should_exit`."""
 
     def __init__(
-        self, service: Service, *, beats: Beats | None = None, announce: Callable[[], None] | None = None
+        self, service: Service, *, beats: HeartbeatSender | None = None, announce: Callable[[], None] | None = None
     ) -> None:
         """`announce` is called when the server answers."""
         self._connections = Connections(service.limits, service.running.metrics)

@@ -35,7 +35,7 @@ from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
-from headwater.serve.middleware import request_id, timeout_s, visit_of
+from headwater.serve.middleware import admission_of, request_id, timeout_s
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
@@ -138,7 +138,7 @@ class Service:
             http=http,
             request_id=request_id(http.scope),
             attempt=said or secrets.token_hex(12),
-            arrived_s=visit_of(http.scope).began_s,
+            arrived_s=admission_of(http.scope).began_s,
             timeout_s=timeout_s(http),
         )
         self._attempts[arrival.attempt] = None

@@ -16,8 +16,8 @@ from headwater.build import open_engine
 from headwater.config import ServeConfig, is_loopback
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
-from headwater.disagg.heartbeat import Heartbeat, Load, Rates
-from headwater.serve.heartbeats import Beats
+from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
+from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import fit_connections, limits_of
 from headwater.serve.readers import spare_readers
@@ -70,7 +70,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             Server(service, beats=heartbeats(service), announce=announce).serve_forever([listener])
 
 
-def heartbeats(service: Service) -> Beats | None:
+def heartbeats(service: Service) -> HeartbeatSender | None:
     """What a node tells its routers; None if it has none."""
     config, running = service.config, service.running
     if not config.routers:
@@ -97,11 +97,11 @@ def heartbeats(service: Service) -> Beats | None:
             max_answers=config.max_running if config.role is Role.DECODE else engine.max_requests,
             draining=service.stopping or not engine.alive,
             clock_s=time.time(),
-            load=Load(running=running_now, waiting=waiting, free_slots=free),
+            load=NodeLoad(running=running_now, waiting=waiting, free_slots=free),
             rates=Rates(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, pool_tokens_per_s=pool),
         )
 
-    return Beats(config.routers, beat, lease_s=config.lease_s, key=config.node_key)
+    return HeartbeatSender(config.routers, beat, lease_s=config.lease_s, key=config.node_key)
 
 
 def tiny_model(base: Path) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from headwater.serve import errors
-from headwater.serve.answer import Choice, Piece
+from headwater.serve.answer import Choice, TextPiece
 from headwater.serve.logprobs import NameToken
 from headwater.serve.openai import Api, Head, Said, dump
 
@@ -27,7 +27,7 @@ class WholeAnswer:
         self._left_bytes = max_bytes
         self._max_bytes = max_bytes
 
-    def add(self, index: int, piece: Piece, name: NameToken) -> None:
+    def add(self, index: int, piece: TextPiece, name: NameToken) -> None:
         """More of a choice; `name` says what a token is called. Raises ApiError if that is too much."""
         told = self._api.logprobs(piece.likelihoods, name)
         self._left_bytes -= self._said[index].add(piece.text, told)

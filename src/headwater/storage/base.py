@@ -15,7 +15,6 @@ shipped conformance suite (`headwater.testing.stores`):
 - `close` may be called twice. After it every call raises ResourceClosed.
 """
 
-import enum
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
 from headwater.core.page import PageName
-from headwater.layout.frame import Fault, PageMeta
+from headwater.core.results import Status
+from headwater.layout.frame import PageMeta
 
 
 class Clock(Protocol):
@@ -65,50 +65,10 @@ class Deadline:
         return self.clock.monotonic() >= self.at_s
 
 
-class PutStatus(enum.StrEnum):
-    """What became of one page that was put."""
-
-    STORED = "stored"
-    EXISTS = "exists"  # a complete page of this name is there already
-    NO_ROOM = "no_room"  # the byte limit holds, and nothing may be evicted for it
-    NO_PARENT = "no_parent"  # the block before it is not here, and a suffix without its prefix is worth nothing
-    REFUSED = "refused"  # not a frame, not the frame of this name, or larger than the store can take
-    LATE = "late"
-    FAILED = "failed"
-
-    @property
-    def held(self) -> bool:
-        """Whether the store holds the page now."""
-        return self in (PutStatus.STORED, PutStatus.EXISTS)
-
-
-class GetStatus(enum.StrEnum):
-    """What became of one page that was asked for. Everything but HIT is a miss."""
-
-    HIT = "hit"
-    MISS = "miss"
-    LATE = "late"
-    FAILED = "failed"
-    CORRUPT = Fault.CORRUPT.value
-    FOREIGN = Fault.FOREIGN.value
-    SHORT = Fault.SHORT.value
-    STALE = Fault.STALE.value
-    UNKNOWN_VERSION = Fault.UNKNOWN_VERSION.value
-
-
-class DeleteStatus(enum.StrEnum):
-    """What became of one page that was to be removed."""
-
-    REMOVED = "removed"
-    ABSENT = "absent"
-    LATE = "late"
-    FAILED = "failed"
-
-
 class Store(ABC):
     """Keeps frames under names. All calls may come from several threads.
 
-    What one can do besides is asked of it (`addressable`, `glancing`, `registering`), and never of its class: what is
+    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`), and never of its class: what is
     wrapped can still do it.
     """
 
@@ -131,23 +91,23 @@ class Store(ABC):
         """Its pages in place; None: they go by `put` and `get_into` alone."""
         return self if isinstance(self, Addressable) else None
 
-    def glancing(self) -> "Glancing | None":
+    def cached_names(self) -> "CachedNames | None":
         """Who says from memory what it has; None: it has to be asked."""
-        return self if isinstance(self, Glancing) else None
+        return self if isinstance(self, CachedNames) else None
 
     def registering(self) -> "Registering | None":
         """Who may be shown memory that pages lie in; None: that is no help."""
         return self if isinstance(self, Registering) else None
 
     @abstractmethod
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store sealed frames. Blocks while it copies; reads the frames only until it returns."""
 
     @abstractmethod
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames into buffers of exactly their size. The bytes are not verified: see `verified.py`."""
 
-    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """The same as `get_into`, and counts as no use where the store keeps what is used: nobody asked for it."""
         return self.get_into(pages, deadline=deadline)
 
@@ -156,7 +116,7 @@ class Store(ABC):
         """Whether each page seems to be there. A hint: in doubt, or too late, False."""
 
     @abstractmethod
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove pages by force, whatever protects them, and with each all pages that build on it."""
 
     @abstractmethod
@@ -217,10 +177,10 @@ class Registering(Protocol):
 
 
 @runtime_checkable
-class Glancing(Protocol):
+class CachedNames(Protocol):
     """A store that can often say from memory what it has."""
 
-    def glance(self, names: Sequence[PageName]) -> list[bool] | None:
+    def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
         """What `contains` would say, if that is in memory and up to date; None: ask. Never waits for anybody."""
         ...
 
@@ -236,11 +196,11 @@ class Addressable(ABC):
         """
 
     @abstractmethod
-    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | Status]:
         """Take a slot for each (page, frame bytes). Nobody else writes there until publish or abandon."""
 
     @abstractmethod
-    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[Status]:
         """Make written frames visible: payload first, header last, then this. Consumes the reservations."""
 
     @abstractmethod
@@ -248,7 +208,7 @@ class Addressable(ABC):
         """Give slots back unpublished. Consumes the reservations."""
 
     @abstractmethod
-    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | Status]:
         """Addresses of pages, without a lock: copy out, verify the copy, then ask `still_valid`."""
 
     @abstractmethod

@@ -3,14 +3,15 @@
 A plain Store promises not to touch a caller's buffers once it has answered, and a call that is stuck cannot promise
 that. So the bytes go through memory of the call's own, one copy more each way, and a buffer that was given for a page
 that came late is never written to. Who can wait for `on_return` before it uses its memory again asks `Calls` itself.
-What the store inside can do besides (in place, at a glance) is not passed on: nobody could bound it, or take it back.
+What the store inside can do besides (in place, from memory) is not passed on: nobody could bound it, or take it back.
 """
 
 from collections.abc import Sequence
 
 from headwater.core.errors import ResourceClosed
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 from headwater.storage.calls import Calls
 
 
@@ -21,19 +22,19 @@ class BoundedStore(Store):
         self._calls = calls
         self._closed = False
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Put copies of the frames. Blocks until the deadline at most."""
         self._require_open()
         copies = [(name, memoryview(bytes(frame))) for name, frame in pages]
         return self._calls.put(copies, deadline=deadline, on_return=_nothing).wait()
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Get frames into memory of the call's own; copy out what came in time. Blocks until the deadline at most."""
         self._require_open()
         copies = [(name, memoryview(bytearray(len(buffer)))) for name, buffer in pages]
         results = self._calls.get_into(copies, deadline=deadline, on_return=_nothing).wait()
         for (_, buffer), (_, copy), status in zip(pages, copies, results, strict=True):
-            if status is GetStatus.HIT:
+            if status is Status.HIT:
                 buffer[:] = copy
         return results
 
@@ -42,7 +43,7 @@ class BoundedStore(Store):
         self._require_open()
         return self._calls.contains(names, deadline=deadline).wait()
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove. Blocks until the deadline at most."""
         self._require_open()
         return self._calls.delete(names, deadline=deadline).wait()

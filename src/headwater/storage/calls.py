@@ -30,8 +30,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.pending import CONTAINS, DELETE, GET, PUT, CallEnd, Pending, Sort, says
 
 log: Final = logging.getLogger("headwater")
@@ -92,12 +93,12 @@ class Calls:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def put(self, pages: Items, *, deadline: Deadline, on_return: Callable[[], None]) -> Pending[PutStatus]:
+    def put(self, pages: Items, *, deadline: Deadline, on_return: Callable[[], None]) -> Pending[Status]:
         """Store sealed frames, which are the call's until `on_return`. Does not block."""
         work = partial(self.store.put, pages, deadline=deadline)
         return self._submit(PUT, work, num_pages=len(pages), deadline=deadline, on_return=on_return)
 
-    def get_into(self, pages: Items, *, deadline: Deadline, on_return: Callable[[], None]) -> Pending[GetStatus]:
+    def get_into(self, pages: Items, *, deadline: Deadline, on_return: Callable[[], None]) -> Pending[Status]:
         """Copy frames into buffers, which are the call's until `on_return`. Does not block, and verifies nothing."""
         work = partial(self.store.get_into, pages, deadline=deadline)
         return self._submit(GET, work, num_pages=len(pages), deadline=deadline, on_return=on_return)
@@ -107,7 +108,7 @@ class Calls:
         work = partial(self.store.contains, names, deadline=deadline)
         return self._submit(CONTAINS, work, num_pages=len(names), deadline=deadline, on_return=_nothing)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> Pending[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> Pending[Status]:
         """Remove pages by force. Does not block."""
         work = partial(self.store.delete, names, deadline=deadline)
         return self._submit(DELETE, work, num_pages=len(names), deadline=deadline, on_return=_nothing)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from headwater.core.errors import ResourceClosed
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 
 
 class DisabledStore(Store):
@@ -14,25 +15,25 @@ class DisabledStore(Store):
         self.reason = reason
         self._closed = False
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """FAILED for each page."""
         self._require_open()
-        return [PutStatus.FAILED] * len(pages)
+        return [Status.FAILED] * len(pages)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """MISS for each page."""
         self._require_open()
-        return [GetStatus.MISS] * len(pages)
+        return [Status.MISS] * len(pages)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """False for each page."""
         self._require_open()
         return [False] * len(names)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """ABSENT for each page."""
         self._require_open()
-        return [DeleteStatus.ABSENT] * len(names)
+        return [Status.ABSENT] * len(names)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from headwater.core.errors import InvalidConfig, ResourceClosed
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, Header, parse
 from headwater.policy import BlockFacts, History, LeafOrder, Lru, Policy
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 
 
 class _Entry:
@@ -48,64 +49,64 @@ class MemoryStore(Store):
         with self._lock:
             return list(self._entries)
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames in, evicting leaves where the limit asks for it."""
         with self._lock:
             self._require_open()
             now_s = self._clock.time()
-            return [PutStatus.LATE if deadline.expired else self._put(name, frame, now_s) for name, frame in pages]
+            return [Status.LATE if deadline.expired else self._put(name, frame, now_s) for name, frame in pages]
 
-    def _put(self, name: PageName, frame: memoryview, now_s: float) -> PutStatus:
+    def _put(self, name: PageName, frame: memoryview, now_s: float) -> Status:
         header = parse(frame)
         if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
-            return PutStatus.REFUSED
+            return Status.REFUSED
         if len(frame) > self._limit_bytes:
-            return PutStatus.REFUSED
+            return Status.REFUSED
         held = self._entries.get(name)
         if held is not None and 0 < held.header.meta.expires_at_ms <= self._clock.time() * 1000:
             self._remove(name)
         elif held is not None:
             self._touch(name, now_s, times=0)
-            return PutStatus.EXISTS
+            return Status.EXISTS
         if header.meta.depth and header.meta.parent_name not in self._entries:
-            return PutStatus.NO_PARENT
+            return Status.NO_PARENT
         while self._num_bytes + len(frame) > self._limit_bytes:
             victim = self._order.pop(spare={header.meta.parent_name})
             if victim is None:
-                return PutStatus.NO_ROOM
+                return Status.NO_ROOM
             self._num_bytes -= len(self._entries.pop(victim[0]).frame)
             if self._history is not None:
                 self._history.evicted(victim[0])
         entry = self._entries[name] = _Entry(bytes(frame), header)
         self._order.add(name, header.meta.parent_name, self._policy.priority(self._facts(name, entry, now_s)))
         self._num_bytes += len(frame)
-        return PutStatus.STORED
+        return Status.STORED
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out."""
         with self._lock:
             self._require_open()
             return [self._get(name, buffer, deadline, use=True) for name, buffer in pages]
 
-    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out. Who leaves next stays as it was."""
         with self._lock:
             self._require_open()
             return [self._get(name, buffer, deadline, use=False) for name, buffer in pages]
 
-    def _get(self, name: PageName, buffer: memoryview, deadline: Deadline, *, use: bool) -> GetStatus:
+    def _get(self, name: PageName, buffer: memoryview, deadline: Deadline, *, use: bool) -> Status:
         entry = self._entries.get(name)
         if entry is None:
-            return GetStatus.MISS
+            return Status.MISS
         if deadline.expired:
-            return GetStatus.LATE
+            return Status.LATE
         if len(buffer) != len(entry.frame):
-            return GetStatus.SHORT
+            return Status.SHORT
         buffer[:] = entry.frame
         if use:
             entry.hits += 1
             self._touch(name, self._clock.time(), times=1)
-        return GetStatus.HIT
+        return Status.HIT
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages are there."""
@@ -114,16 +115,16 @@ class MemoryStore(Store):
             late = deadline.expired
             return [not late and name in self._entries for name in names]
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove pages and what builds on them."""
         with self._lock:
             self._require_open()
             if deadline.expired:
-                return [DeleteStatus.LATE] * len(names)
+                return [Status.LATE] * len(names)
             there = [name in self._entries for name in names]
             for name in names:
                 self._remove(name)
-            return [DeleteStatus.REMOVED if was else DeleteStatus.ABSENT for was in there]
+            return [Status.REMOVED if was else Status.ABSENT for was in there]
 
     def close(self) -> None:
         """Forget everything."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 
 S = TypeVar("S")
 
@@ -37,10 +38,10 @@ class Sort(Generic[S]):
     hurried: bool  # somebody waits for it
 
 
-PUT: Final = Sort("put", PutStatus, PutStatus.LATE, PutStatus.FAILED, hurried=False)
-GET: Final = Sort("get_into", GetStatus, GetStatus.LATE, GetStatus.FAILED, hurried=True)
+PUT: Final = Sort("put", Status, Status.LATE, Status.FAILED, hurried=False)
+GET: Final = Sort("get_into", Status, Status.LATE, Status.FAILED, hurried=True)
 CONTAINS: Final = Sort("contains", bool, late=False, failed=False, hurried=True)
-DELETE: Final = Sort("delete", DeleteStatus, DeleteStatus.LATE, DeleteStatus.FAILED, hurried=False)
+DELETE: Final = Sort("delete", Status, Status.LATE, Status.FAILED, hurried=False)
 
 
 class Pending(Generic[S]):

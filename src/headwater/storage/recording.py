@@ -80,7 +80,7 @@ class Heard:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class RecordingEnded:
     """The cache was closed: the state of its brain, and how many events it had heard of all brains."""
 
     digest: str
@@ -88,13 +88,13 @@ class Ended:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class RecordingCut:
     """The recording ends here, and the story does not."""
 
     why: str
 
 
-Line: TypeAlias = Began | Heard | Ended | Cut
+Line: TypeAlias = Began | Heard | RecordingEnded | RecordingCut
 _Raw: TypeAlias = tuple[ev.Event, tuple[ev.Instruction, ...] | None, str]  # None: refused; else why it failed
 
 
@@ -114,11 +114,11 @@ class FileRecorder:
         self.path: Final = path
         self._limit_bytes = limit_bytes
         self._metrics = metrics if metrics is not None else Metrics()
-        self._queue: queue.SimpleQueue[Began | _Raw | Ended | Cut | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Began | _Raw | RecordingEnded | RecordingCut | None] = queue.SimpleQueue()
         self._is_cut = False  # nothing more is queued,
         self._is_full = False  # and nothing more written
         self._num_events = 0
-        self._lines = _Lines()
+        self._lines = _RecordingLines()
         self._batch: list[bytes] = []  # the thread's: lines that are not written yet
         self._batch_bytes = self._batch_events = 0
         self._num_bytes = 0
@@ -147,12 +147,12 @@ class FileRecorder:
     def ended(self, digest: str) -> None:
         """The cache is closed."""
         if not self._is_cut:
-            self._queue.put(Ended(digest, self._num_events))
+            self._queue.put(RecordingEnded(digest, self._num_events))
 
     def _put(self, raw: _Raw) -> None:
         if not self._is_cut and self._queue.qsize() >= _MOST_QUEUED:
             self._is_cut = True
-            self._queue.put(Cut(f"{_MOST_QUEUED} events came faster than they were written"))
+            self._queue.put(RecordingCut(f"{_MOST_QUEUED} events came faster than they were written"))
         if self._is_cut:
             self._metrics.count("recorded_events_total", outcome="dropped")
             return
@@ -179,13 +179,13 @@ class FileRecorder:
         finally:
             os.close(self._fd)
 
-    def _take(self, item: Began | _Raw | Ended | Cut) -> None:
+    def _take(self, item: Began | _Raw | RecordingEnded | RecordingCut) -> None:
         line = _packed(self._lines.document(item))
-        if not isinstance(item, Cut) and self._num_bytes + len(line) > self._limit_bytes - _LAST_BYTES:
-            item = Cut(f"{self._limit_bytes} bytes are full")
+        if not isinstance(item, RecordingCut) and self._num_bytes + len(line) > self._limit_bytes - _LAST_BYTES:
+            item = RecordingCut(f"{self._limit_bytes} bytes are full")
             line = _packed(self._lines.document(item))
         self._add(line, is_event=isinstance(item, tuple))
-        if isinstance(item, Cut):
+        if isinstance(item, RecordingCut):
             self._write()
             self._stop(item.why)
 
@@ -216,14 +216,14 @@ class FileRecorder:
 # --- lines ------------------------------------------------------------------------------------------------------------
 
 
-class _Lines:
+class _RecordingLines:
     """Makes documents of what is to be written. Remembers which lists of keys it has written."""
 
     def __init__(self) -> None:
         self._lists: dict[BlockKey, tuple[int, int, bytes]] = {}  # by their last key: which, how long, a digest
         self._num_lists = 0
 
-    def document(self, item: Began | _Raw | Ended | Cut) -> dict[str, Any]:
+    def document(self, item: Began | _Raw | RecordingEnded | RecordingCut) -> dict[str, Any]:
         if isinstance(item, Began):
             return {
                 "brain": item.kind,
@@ -231,9 +231,9 @@ class _Lines:
                 "withheld": item.withheld,
                 "first_job": item.first_job,
             }
-        if isinstance(item, Ended):
+        if isinstance(item, RecordingEnded):
             return {"end": item.digest, "events": item.num_events}
-        if isinstance(item, Cut):
+        if isinstance(item, RecordingCut):
             return {"cut": item.why}
         event, said, why = item
         document: dict[str, Any] = {"event": self._event(event)}
@@ -286,9 +286,9 @@ class _Reader:
                 document["first_job"],
             )
         if "end" in document:
-            return Ended(document["end"], document["events"])
+            return RecordingEnded(document["end"], document["events"])
         if "cut" in document:
-            return Cut(document["cut"])
+            return RecordingCut(document["cut"])
         event = self._event(document["event"])
         return Heard(event, document.get("said", ""), document.get("refused", False), document.get("failed", ""))
 
@@ -329,7 +329,7 @@ def read(path: Path) -> Iterator[Line]:
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise InvalidInput(f"{path} is no recording: line {number}: {error!r}") from error
     if number and not last.endswith(b"\n"):
-        yield Cut("who wrote it ended in the middle of a line")
+        yield RecordingCut("who wrote it ended in the middle of a line")
     if not number:
         raise InvalidInput(f"{path} is no recording: it is empty")
 

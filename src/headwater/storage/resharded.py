@@ -18,19 +18,20 @@ from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import KEY_BYTES, PageName, page_name
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, parse, seal
 from headwater.layout.reshard import Plan, Source, copy_strips, part_number, plans
 from headwater.layout.shard import Part
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import OpaqueStore
 
 SIZES: Final = (1, 2, 4, 8)  # of the groups that are looked for, where nobody says
 _SCRATCH_BYTES: Final = 64 << 20  # of pages that one call has in hand
 _NEVER: Final = 1 << 62  # bad pages until a reader in here turns itself off: who reads the view does that
-_FAULTS: Final = frozenset(GetStatus(fault.value) for fault in Fault)
+_FAULTS: Final = frozenset(Status(fault.value) for fault in Fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +81,15 @@ class ReshardedStore(OpaqueStore):
         """The sizes that are looked for; of those that write the same pages, the first."""
         return tuple(plan.tp_size for plan in self._plans)
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """REFUSED for each page: a view is not written to."""
         self._require_open()
-        return [PutStatus.REFUSED] * len(pages)
+        return [Status.REFUSED] * len(pages)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """ABSENT for each page: bad ones were thrown out where they are, and the rest is not ours to remove."""
         self._require_open()
-        return [DeleteStatus.ABSENT] * len(names)
+        return [Status.ABSENT] * len(names)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Whether all pages that each is made of seem to be there, at one size. One call, and one more for a row."""
@@ -103,7 +104,7 @@ class ReshardedStore(OpaqueStore):
             held.update(zip(ours[1:], map(bool, self._held(ours[1:], sizes, deadline)), strict=True))
         return [held.get(name, False) for name in names]
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Put pages together in buffers of exactly their frames' size. One call of the store per shape of source page.
 
         Where the size is another than was found last: that try in vain, and one call to find out.
@@ -112,7 +113,7 @@ class ReshardedStore(OpaqueStore):
         for _, buffer in pages:
             if len(buffer) != self._frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self._frame_bytes} bytes, not {len(buffer)}")
-        results = [GetStatus.MISS] * len(pages)
+        results = [Status.MISS] * len(pages)
         todo = [i for i, (name, _) in enumerate(pages) if self._is_ours(name)]
         tried: set[int] = set()
         while todo and len(tried) < len(self._plans):
@@ -127,7 +128,7 @@ class ReshardedStore(OpaqueStore):
             tried.add(at)
             for i, status in zip(todo, self._read(at, [pages[i] for i in todo], deadline), strict=True):
                 results[i] = status
-            todo = [i for i in todo if results[i] is GetStatus.MISS]
+            todo = [i for i in todo if results[i] is Status.MISS]
         return results
 
     def close(self) -> None:
@@ -171,21 +172,19 @@ class ReshardedStore(OpaqueStore):
             for shape, places in by_shape.items()
         ]
 
-    def _read(self, at: int, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[GetStatus]:
+    def _read(self, at: int, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
         per_page = sum(frame_bytes(source.part.layout.plane_bytes) for source in self._plans[at].sources)
         portion = max(1, _SCRATCH_BYTES // per_page)
-        results: list[GetStatus] = []
+        results: list[Status] = []
         for start in range(0, len(pages), portion):
             results += self._read_portion(at, pages[start : start + portion], deadline)
         return results
 
-    def _read_portion(
-        self, at: int, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline
-    ) -> list[GetStatus]:
-        results = [GetStatus.HIT] * len(pages)
+    def _read_portion(self, at: int, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
+        results = [Status.HIT] * len(pages)
         metas: list[list[PageMeta]] = [[] for _ in pages]
         for lot in self._lots[at]:
-            going = [i for i, status in enumerate(results) if status is GetStatus.HIT]
+            going = [i for i, status in enumerate(results) if status is Status.HIT]
             # Fresh memory each time: a store that writes to a buffer after it answered spoils nobody's.
             asked = [
                 (i, self._plans[at].sources[place], memoryview(bytearray(lot.reader.frame_bytes)))
@@ -197,24 +196,24 @@ class ReshardedStore(OpaqueStore):
             for (i, source, frame), (name, _), status in zip(asked, wanted, got, strict=True):
                 if status in _FAULTS:
                     self._metrics.event("bad_source_page", fault=status.value, name=name.hex())
-                if status is not GetStatus.HIT:
-                    results[i] = status if results[i] is GetStatus.HIT else results[i]
+                if status is not Status.HIT:
+                    results[i] = status if results[i] is Status.HIT else results[i]
                 elif not isinstance(header := parse(frame), Fault):  # it was verified, in memory that is only ours
                     metas[i].append(header.meta)
                     copy_strips(frame[header.header_bytes :], pages[i][1][self._header_bytes :], source.strips)
         for i, status in enumerate(results):
-            if status is GetStatus.HIT:
+            if status is Status.HIT:
                 results[i] = self._seal(pages[i][1], metas[i], len(self._plans[at].sources))
-                if results[i] is not GetStatus.HIT:  # intact pages that contradict each other: nobody knows which lies
+                if results[i] is not Status.HIT:  # intact pages that contradict each other: nobody knows which lies
                     doomed = [_name(pages[i][0], source) for source in self._plans[at].sources]
                     self.store.delete(doomed, deadline=deadline)
         return results
 
-    def _seal(self, frame: memoryview, metas: Sequence[PageMeta], num_sources: int) -> GetStatus:
+    def _seal(self, frame: memoryview, metas: Sequence[PageMeta], num_sources: int) -> Status:
         """Seal what was put together under the reader's name, if all that it is made of say the same of the block."""
         said = {(meta.parent, meta.depth, meta.valid_tokens, meta.tenant) for meta in metas}
         if len(metas) != num_sources or len(said) != 1 or metas[0].valid_tokens > self._part.layout.block_tokens:
-            return GetStatus.FOREIGN
+            return Status.FOREIGN
         expiries = [meta.expires_at_ms for meta in metas if meta.expires_at_ms]
         meta = replace(
             metas[0],
@@ -224,7 +223,7 @@ class ReshardedStore(OpaqueStore):
             expires_at_ms=min(expiries, default=0),
         )
         seal(frame, meta, self._part.layout, now_ms=int(self._clock.time() * 1000))
-        return GetStatus.HIT
+        return Status.HIT
 
     def _require_open(self) -> None:
         if self._closed:

@@ -12,10 +12,11 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from headwater.core.results import Status
 from headwater.layout.digest import ALONE_BYTES
 from headwater.layout.frame import PageMeta, frame_bytes, seal, seal_into, write_header
 from headwater.layout.spec import KVLayout
-from headwater.storage.base import Addressable, Deadline, PutStatus, Reservation, Store, portions
+from headwater.storage.base import Addressable, Deadline, Reservation, Store, portions
 
 
 def put_sealed(
@@ -26,7 +27,7 @@ def put_sealed(
     now_ms: int,
     deadline: Deadline,
     digests: npt.NDArray[np.uint64] | None = None,
-) -> list[PutStatus]:
+) -> list[Status]:
     """Seal and put frames whose payload is in place and whose header is not. Blocks; may mutate the frames' headers.
 
     `digests`, [pages, planes]: made by who copied the payloads, of whole blocks; the bytes are not read again then.
@@ -70,11 +71,11 @@ def _put_beside(
     *,
     now_ms: int,
     deadline: Deadline,
-) -> list[PutStatus]:
+) -> list[Status]:
     """Seal the next portion, in a thread that lasts as long as this call, while the store takes the one before."""
     ends = list(accumulate(portions(len(pages), store.portion_bytes // frame_bytes(layout.plane_bytes))))
     parts = [pages[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    results: list[PutStatus] = []
+    results: list[Status] = []
     with ThreadPoolExecutor(1, "headwater seal") as beside:
         sealed = [beside.submit(_seal_and_yield, part, layout, now_ms) for part in parts]
         for part, one in zip(parts, sealed, strict=True):
@@ -96,10 +97,10 @@ def _put_in_place(
     *,
     now_ms: int,
     deadline: Deadline,
-) -> list[PutStatus]:
+) -> list[Status]:
     size = frame_bytes(layout.plane_bytes)
     reserved = store.reserve([(meta, size) for meta, _ in pages], deadline=deadline)
-    results = [PutStatus.LATE if isinstance(one, Reservation) else one for one in reserved]
+    results = [Status.LATE if isinstance(one, Reservation) else one for one in reserved]
     slots = [(i, one) for i, one in enumerate(reserved) if isinstance(one, Reservation)]
     written: list[tuple[int, Reservation]] = []
     try:

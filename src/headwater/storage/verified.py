@@ -20,22 +20,12 @@ import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
 from headwater.layout.frame import Fault, expect, header_bytes, parse, vouched
 from headwater.layout.headers import copies, vouched_all
 from headwater.metrics import Metrics
-from headwater.storage.base import (
-    SYSTEM_CLOCK,
-    Addressable,
-    Borrow,
-    Clock,
-    Deadline,
-    DeleteStatus,
-    GetStatus,
-    PutStatus,
-    Store,
-    portions,
-)
+from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Store, portions
 
 
 class Loan(NamedTuple):
@@ -88,25 +78,23 @@ class VerifiedStore(Store):
         """Size of the buffers `get_into` wants."""
         return self._frame_bytes
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass frames on; their writer sealed them."""
         self._require_open()
         return self._store.put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish."""
         return self._get_into(pages, deadline, use=True)
 
-    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """The same, and counts as no use. Never in place: nobody waits, and the store's own call leaves us the GIL."""
         return self._get_into(pages, deadline, use=False)
 
-    def _get_into(
-        self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool
-    ) -> list[GetStatus]:
+    def _get_into(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool) -> list[Status]:
         self._require_open()
         if self.switched_off:
-            return [GetStatus.FAILED] * len(pages)
+            return [Status.FAILED] * len(pages)
         for _, buffer in pages:
             if len(buffer) != self.frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
@@ -127,20 +115,20 @@ class VerifiedStore(Store):
         return results
 
     def check(
-        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, deadline: Deadline
-    ) -> list[GetStatus]:
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status], *, deadline: Deadline
+    ) -> list[Status]:
         """Verify what somebody else's `get_into` put into private buffers, as `get_into` does here.
 
         For who reads on threads of its own (`calls.py`) and verifies while the next pages are on their way.
         """
         self._require_open()
         if self.switched_off:
-            return [GetStatus.FAILED] * len(pages)
+            return [Status.FAILED] * len(pages)
         results = self._judge_all(pages, got)
         self._learn(pages, results, deadline)
         return results
 
-    def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | GetStatus]:
+    def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | Status]:
         """Pages to be copied straight out of the store, up to the first that is not there or whose header is bad.
 
         Only for an Addressable store. The digests of the *copies* must be compared, and `settle` be told.
@@ -148,36 +136,36 @@ class VerifiedStore(Store):
         self._require_open()
         store = self._addressable()
         if self.switched_off:
-            return [GetStatus.FAILED] * len(names)
+            return [Status.FAILED] * len(names)
         borrowed = list(store.borrow(names, deadline=deadline))
         digests, is_right = self._look_at_all(borrowed)
-        found: list[Loan | GetStatus] = []
+        found: list[Loan | Status] = []
         for i, borrow in enumerate(borrowed):
             if i < len(is_right) and is_right[i]:
                 found.append(Loan(borrow, digests[i]))  # type: ignore[arg-type]  # it was looked at
                 continue
-            loan = _a_miss(borrow) if isinstance(borrow, GetStatus) else self._look_at(borrow)
-            if isinstance(loan, GetStatus) and isinstance(borrow, Borrow) and not store.still_valid(borrow):
-                loan = GetStatus.MISS  # a lost race, not damage
+            loan = _a_miss(borrow) if isinstance(borrow, Status) else self._look_at(borrow)
+            if isinstance(loan, Status) and isinstance(borrow, Borrow) and not store.still_valid(borrow):
+                loan = Status.MISS  # a lost race, not damage
             found.append(loan)
-            if isinstance(loan, GetStatus):
+            if isinstance(loan, Status):
                 break
         last = found[-1] if found else None
-        if isinstance(last, GetStatus) and last in _FAULTS:
+        if isinstance(last, Status) and last in _FAULTS:
             self._throw_out([(names[len(found) - 1], last)], deadline)
-        return found + [GetStatus.MISS] * (len(names) - len(found))
+        return found + [Status.MISS] * (len(names) - len(found))
 
-    def settle(self, loans: Sequence[Loan], num_good: int, *, deadline: Deadline) -> list[GetStatus]:
+    def settle(self, loans: Sequence[Loan], num_good: int, *, deadline: Deadline) -> list[Status]:
         """What became of pages of which the first `num_good` were copied and had the right digests.
 
         The next one, if there is one, was wrong: it is thrown out, unless its slot was given to another page meanwhile.
         """
         if num_good:
             self._num_bad = 0
-        results = [GetStatus.HIT] * num_good + [GetStatus.MISS] * (len(loans) - num_good)
+        results = [Status.HIT] * num_good + [Status.MISS] * (len(loans) - num_good)
         if num_good < len(loans) and self._addressable().still_valid(loans[num_good].borrow):
-            results[num_good] = GetStatus.CORRUPT
-            self._throw_out([(loans[num_good].borrow.name, GetStatus.CORRUPT)], deadline)
+            results[num_good] = Status.CORRUPT
+            self._throw_out([(loans[num_good].borrow.name, Status.CORRUPT)], deadline)
         return results
 
     def _addressable(self) -> Addressable:
@@ -186,7 +174,7 @@ class VerifiedStore(Store):
             raise InvalidInput(f"the pages of a {type(self._store).__name__} have no address")
         return in_place
 
-    def _look_at_all(self, borrowed: Sequence[Borrow | GetStatus]) -> tuple[npt.NDArray[np.uint64], list[bool]]:
+    def _look_at_all(self, borrowed: Sequence[Borrow | Status]) -> tuple[npt.NDArray[np.uint64], list[bool]]:
         """`_look_at` the first pages that are there: their digests, and whether they need no second look."""
         size = self.frame_bytes
         first: list[Borrow] = []
@@ -204,22 +192,22 @@ class VerifiedStore(Store):
             plane_bytes=self._plane_bytes,
         )
 
-    def _look_at(self, borrow: Borrow) -> Loan | GetStatus:
+    def _look_at(self, borrow: Borrow) -> Loan | Status:
         """Check a page's header, in a private copy."""
         if len(borrow.view) != self.frame_bytes:
-            return GetStatus.SHORT
+            return Status.SHORT
         header = memoryview(bytes(borrow.view[: self._header_bytes]))
         found = vouched(
             header, borrow.name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes
         )
-        return GetStatus(found.value) if isinstance(found, Fault) else Loan(borrow, found)
+        return Status(found.value) if isinstance(found, Fault) else Loan(borrow, found)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Pass on: a hint."""
         self._require_open()
         return self._store.contains(names, deadline=deadline)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         self._require_open()
         return self._store.delete(names, deadline=deadline)
@@ -233,28 +221,28 @@ class VerifiedStore(Store):
             raise ResourceClosed("the store is closed")
 
     def _judge_all(
-        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[GetStatus], *, yields: bool = False
-    ) -> list[GetStatus]:
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status], *, yields: bool = False
+    ) -> list[Status]:
         results = []
         for (name, buffer), status in zip(pages, got, strict=True):
-            results.append(self._judge(name, buffer) if status is GetStatus.HIT else _a_miss(status))
+            results.append(self._judge(name, buffer) if status is Status.HIT else _a_miss(status))
             if yields:
                 time.sleep(0)  # digests of small planes keep the GIL, and the store's next call would wait 5 ms for it
         return results
 
     def _learn(
-        self, pages: Sequence[tuple[PageName, memoryview]], results: Sequence[GetStatus], deadline: Deadline
+        self, pages: Sequence[tuple[PageName, memoryview]], results: Sequence[Status], deadline: Deadline
     ) -> None:
         """Throw out what is bad, and remember how it goes."""
-        if GetStatus.HIT in results:
+        if Status.HIT in results:
             self._num_bad = 0
         bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in _FAULTS]
         if bad:
             self._throw_out(bad, deadline)
 
-    def _get_beside(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[GetStatus]:
+    def _get_beside(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
         """Verify each portion, in a thread that lasts as long as this call, while the store fetches the next one."""
-        judged: list[Future[list[GetStatus]]] = []
+        judged: list[Future[list[Status]]] = []
         start = 0
         with ThreadPoolExecutor(1, "headwater verify") as beside:  # starts no thread before it is needed
             *first, last = reversed(portions(len(pages), self._store.portion_bytes // self.frame_bytes) or [0])
@@ -267,61 +255,61 @@ class VerifiedStore(Store):
             rest = self._judge_all(asked, self._store.get_into(asked, deadline=deadline))
             return [status for one in judged for status in one.result()] + rest
 
-    def _judge(self, name: PageName, frame: memoryview) -> GetStatus:
+    def _judge(self, name: PageName, frame: memoryview) -> Status:
         """As `frame.verify` does, without making anything of what is only compared."""
         start = self._header_bytes
         now_ms = self._now_ms()
         found = vouched(frame[:start], name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
         if isinstance(found, Fault):
-            return GetStatus(found.value)
+            return Status(found.value)
         right = plane_digests(frame[start:], self._plane_bytes) == found.tolist()
-        return GetStatus.HIT if right else GetStatus.CORRUPT
+        return Status.HIT if right else Status.CORRUPT
 
     def _get_in_place(
         self, store: Addressable, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline
-    ) -> list[GetStatus]:
+    ) -> list[Status]:
         results = []
         borrowed = store.borrow([name for name, _ in pages], deadline=deadline)
         for (name, buffer), borrow in zip(pages, borrowed, strict=True):
-            if isinstance(borrow, GetStatus):
+            if isinstance(borrow, Status):
                 results.append(_a_miss(borrow))
             elif deadline.expired:
-                results.append(GetStatus.LATE)
+                results.append(Status.LATE)
             else:
                 status = self._copy(name, borrow, buffer)
                 # A fault in a page that was replaced while we copied is a lost race, not damage.
-                results.append(status if store.still_valid(borrow) else GetStatus.MISS)
+                results.append(status if store.still_valid(borrow) else Status.MISS)
         return results
 
-    def _copy(self, name: PageName, borrow: Borrow, buffer: memoryview) -> GetStatus:
+    def _copy(self, name: PageName, borrow: Borrow, buffer: memoryview) -> Status:
         source = borrow.view
         if len(source) != len(buffer):
-            return GetStatus.SHORT
+            return Status.SHORT
         start = self._header_bytes
         buffer[:start] = source[:start]
         header = parse(buffer[:start])
         if isinstance(header, Fault):
-            return GetStatus(header.value)
+            return Status(header.value)
         fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
         if fault is not None:
-            return GetStatus(fault.value)
+            return Status(fault.value)
         copy = buffer[start:]
         if copy_digests(source[start:], copy, header.plane_bytes, private=copy) != list(header.digests):
-            return GetStatus.CORRUPT
-        return GetStatus.HIT
+            return Status.CORRUPT
+        return Status.HIT
 
-    def _throw_out(self, bad: Sequence[tuple[PageName, GetStatus]], deadline: Deadline) -> None:
+    def _throw_out(self, bad: Sequence[tuple[PageName, Status]], deadline: Deadline) -> None:
         for name, status in bad:
             self.metrics.count("bad_pages_total", fault=status.value)
             self.metrics.event("bad_page", fault=status.value, name=name.hex())
         was_on = not self.switched_off
-        self._num_bad += sum(status is not GetStatus.STALE for _, status in bad)  # expiry is no sign of trouble
+        self._num_bad += sum(status is not Status.STALE for _, status in bad)  # expiry is no sign of trouble
         if was_on and self.switched_off:
             self.metrics.event("tier_switched_off", reason=f"{self._num_bad} bad pages and no good one")
         # A page of an unknown version may be a newer process's good one: a miss here, but not ours to remove.
-        doomed = [name for name, status in bad if status is not GetStatus.UNKNOWN_VERSION]
+        doomed = [name for name, status in bad if status is not Status.UNKNOWN_VERSION]
         removed = self._store.delete(doomed, deadline=deadline) if doomed else []
-        kept = sum(status in (DeleteStatus.LATE, DeleteStatus.FAILED) for status in removed)
+        kept = sum(status in (Status.LATE, Status.FAILED) for status in removed)
         if kept:
             self.metrics.count("bad_pages_kept_total", kept)
 
@@ -329,9 +317,9 @@ class VerifiedStore(Store):
         return int(self._clock.time() * 1000)
 
 
-def _a_miss(status: object) -> GetStatus:
+def _a_miss(status: object) -> Status:
     """What a store said of a page that it did not give. The plain word "hit" equals HIT, and is none."""
-    return status if isinstance(status, GetStatus) and status is not GetStatus.HIT else GetStatus.FAILED
+    return status if isinstance(status, Status) and status is not Status.HIT else Status.FAILED
 
 
-_FAULTS = frozenset(GetStatus(fault.value) for fault in Fault)
+_FAULTS = frozenset(Status(fault.value) for fault in Fault)

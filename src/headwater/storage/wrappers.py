@@ -10,29 +10,19 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
-from headwater.storage.base import (
-    Addressable,
-    Borrow,
-    Deadline,
-    DeleteStatus,
-    GetStatus,
-    Glancing,
-    PutStatus,
-    Registering,
-    Reservation,
-    Store,
-)
+from headwater.storage.base import Addressable, Borrow, CachedNames, Deadline, Registering, Reservation, Store
 
 _CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
-_WAYS: Final = frozenset({"addressable", "glancing"})
+_WAYS: Final = frozenset({"addressable", "cached_names"})
 
 
 class WrapperStore(Store):
     """Passes everything on, and with it all that the store inside can do besides.
 
-    A subclass that changes a call must say what becomes of the ways past it, in place and at a glance: it overrides
-    `addressable` and `glancing`, or is an OpaqueStore. One that does not is refused where it is defined.
+    A subclass that changes a call must say what becomes of the ways past it, in place and from memory: it overrides
+    `addressable` and `cached_names`, or is an OpaqueStore. One that does not is refused where it is defined.
     """
 
     def __init__(self, store: Store) -> None:
@@ -65,19 +55,19 @@ class WrapperStore(Store):
         """As the store inside, unless it is so itself."""
         return super().addressable() or self.store.addressable()
 
-    def glancing(self) -> Glancing | None:
+    def cached_names(self) -> CachedNames | None:
         """As the store inside, unless it is so itself."""
-        return super().glancing() or self.store.glancing()
+        return super().cached_names() or self.store.cached_names()
 
     def registering(self) -> Registering | None:
         """As the store inside, unless it is so itself."""
         return super().registering() or self.store.registering()
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.get_into(pages, deadline=deadline)
 
@@ -85,7 +75,7 @@ class WrapperStore(Store):
         """Pass on."""
         return self.store.contains(names, deadline=deadline)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
         return self.store.delete(names, deadline=deadline)
 
@@ -95,15 +85,15 @@ class WrapperStore(Store):
 
 
 class OpaqueStore(WrapperStore):
-    """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every look by `contains`."""
+    """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every question by `contains`."""
 
     def addressable(self) -> Addressable | None:
         """None, unless it is so itself: what is copied in place in the store inside does not come by here."""
         return Store.addressable(self)
 
-    def glancing(self) -> Glancing | None:
+    def cached_names(self) -> CachedNames | None:
         """None, unless it is so itself: who looks asks here."""
-        return Store.glancing(self)
+        return Store.cached_names(self)
 
 
 class DelayStore(WrapperStore):
@@ -114,28 +104,28 @@ class DelayStore(WrapperStore):
         self.delay_s = delay_s
         self._sleep = sleep
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Sleep, then put; LATE if the deadline came first."""
-        return [PutStatus.LATE] * len(pages) if self._late(deadline) else super().put(pages, deadline=deadline)
+        return [Status.LATE] * len(pages) if self._late(deadline) else super().put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Sleep, then get; LATE if the deadline came first."""
-        return [GetStatus.LATE] * len(pages) if self._late(deadline) else super().get_into(pages, deadline=deadline)
+        return [Status.LATE] * len(pages) if self._late(deadline) else super().get_into(pages, deadline=deadline)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Sleep, then look; False if the deadline came first."""
         return [False] * len(names) if self._late(deadline) else super().contains(names, deadline=deadline)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Sleep, then delete; LATE if the deadline came first."""
-        return [DeleteStatus.LATE] * len(names) if self._late(deadline) else super().delete(names, deadline=deadline)
+        return [Status.LATE] * len(names) if self._late(deadline) else super().delete(names, deadline=deadline)
 
     def addressable(self) -> Addressable | None:
         """The store inside, in place, and as late."""
         inner = self.store.addressable()
         return None if inner is None else _DelayedAddresses(inner, self._late)
 
-    def glancing(self) -> Glancing | None:
+    def cached_names(self) -> CachedNames | None:
         """None: nothing is known at once."""
         return None
 
@@ -155,13 +145,13 @@ class _DelayedAddresses(Addressable):
         """Pass on."""
         return self._inner.memory()
 
-    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | Status]:
         """Sleep, then reserve; LATE if the deadline came first."""
         if self._late(deadline):
-            return [PutStatus.LATE] * len(pages)
+            return [Status.LATE] * len(pages)
         return self._inner.reserve(pages, deadline=deadline)
 
-    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[Status]:
         """Sleep, then publish: the store inside says what is too late, and takes the slots back."""
         self._late(deadline)
         return self._inner.publish(reservations, deadline=deadline)
@@ -171,9 +161,9 @@ class _DelayedAddresses(Addressable):
         self._late(deadline)
         self._inner.abandon(reservations, deadline=deadline)
 
-    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | Status]:
         """Sleep, then borrow; LATE if the deadline came first."""
-        return [GetStatus.LATE] * len(names) if self._late(deadline) else self._inner.borrow(names, deadline=deadline)
+        return [Status.LATE] * len(names) if self._late(deadline) else self._inner.borrow(names, deadline=deadline)
 
     def still_valid(self, borrow: Borrow) -> bool:
         """Pass on."""
@@ -207,24 +197,24 @@ class FaultyStore(OpaqueStore):
         self.num_injected = 0
         self._random = random.Random(seed)  # noqa: S311  faults, not secrets
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Put those pages that are not chosen to fail."""
         fails = [self._hit(self.faults.put_fails) for _ in pages]
         passed = iter(
             self.store.put([page for page, bad in zip(pages, fails, strict=True) if not bad], deadline=deadline)
         )
-        return [PutStatus.FAILED if bad else next(passed) for bad in fails]
+        return [Status.FAILED if bad else next(passed) for bad in fails]
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Get, then spoil what was chosen."""
         results = self.store.get_into(pages, deadline=deadline)
-        hits = [i for i, status in enumerate(results) if status is GetStatus.HIT]
+        hits = [i for i, status in enumerate(results) if status is Status.HIT]
         for i in hits:
             frame = pages[i][1]
             if self._hit(self.faults.get_fails):
-                results[i] = GetStatus.FAILED
+                results[i] = Status.FAILED
             elif self._hit(self.faults.get_misses):
-                results[i] = GetStatus.MISS
+                results[i] = Status.MISS
             elif self._hit(self.faults.flips_byte):
                 frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
             elif self._hit(self.faults.cuts_tail):

@@ -12,13 +12,14 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
+from headwater.core.results import Reason
 from headwater.index.slots import SlotState
 
 if TYPE_CHECKING:
-    from headwater.testing.brain_world import Guest, World
+    from headwater.testing.brain_world import World, WorldRequest
 
 KINDS: Final[dict[JobKind, type[ev.Job]]] = {
-    JobKind.LOOK: ev.Look,
+    JobKind.PROBE: ev.Probe,
     JobKind.LOAD: ev.Load,
     JobKind.SAVE: ev.Save,
 }
@@ -98,7 +99,7 @@ def check_source(world: "World", save: ev.Save) -> None:
         assert not (readable and (begun or held)), "read from the device once more"
 
 
-def check_guest(world: "World", guest: "Guest") -> None:
+def check_guest(world: "World", guest: "WorldRequest") -> None:
     """A request's blocks hold its bytes, and stay where they are."""
     record = world.brain.requests[guest.name]
     held = world.brain.index.slots(record.hold)
@@ -117,7 +118,7 @@ def check_guest(world: "World", guest: "Guest") -> None:
     assert not world.locked().intersection(table), "a load may write into a finished block"
 
 
-def check_view(world: "World", guest: "Guest") -> None:
+def check_view(world: "World", guest: "WorldRequest") -> None:
     """What a request is told of each block follows from what has happened."""
     match = world.brain.view(guest.name)
     blocks = list(match)
@@ -126,7 +127,7 @@ def check_view(world: "World", guest: "Guest") -> None:
     num_held = min(world.brain.requests[guest.name].hold.num_blocks, guest.num_prompt)
     assert match.num_on_device == num_held <= match.num_hit
     assert match.settled == (BlockStatus.PENDING not in [status for status, _ in blocks])
-    looking = any(job.guest is guest for job in world.errands.values() if isinstance(job.order, ev.Look))
+    probing = any(job.guest is guest for job in world.errands.values() if isinstance(job.order, ev.Probe))
     waiting = itertools.dropwhile(lambda load: load.results is not None, guest.loads)
     loading = {key for load in waiting for key in load.order.keys}
     before = BlockStatus.HIT
@@ -143,13 +144,13 @@ def check_view(world: "World", guest: "Guest") -> None:
             assert tier == next(name for name in world.stores if key in guest.said.get(name, ())), "not the fastest"
         else:
             assert tier is None
-            assert (status is BlockStatus.PENDING) >= looking, "given up before the stores have answered"
+            assert (status is BlockStatus.PENDING) >= probing, "given up before the stores have answered"
             if status is not before:
-                assert status is BlockStatus.MISS or looking or _coming(world, key, guest), "waits for nobody"
+                assert status is BlockStatus.MISS or probing or _coming(world, key, guest), "waits for nobody"
         before = status
 
 
-def _coming(world: "World", key: BlockKey, guest: "Guest") -> bool:
+def _coming(world: "World", key: BlockKey, guest: "WorldRequest") -> bool:
     return any(
         other is not guest and other.table is not None and key in other.keys[other.base : len(other.table)]
         for other in world.guests.values()
@@ -161,7 +162,7 @@ def check_sums(world: "World") -> None:
     queued: Counter[tuple[str, bool]] = Counter()
     for errand in world.errands.values():
         order = errand.order
-        if not isinstance(order, ev.Look):
+        if not isinstance(order, ev.Probe):
             store = order.target if isinstance(order, ev.StoreCopy) else order.store
             queued[store, isinstance(order, ev.Load)] += len(order.keys) * world.config.block_bytes
     for name, tier in world.brain.tiers.items():
@@ -186,7 +187,7 @@ def check_sums(world: "World") -> None:
     assert totals["miss_tokens_total"] == sum(bill.num_tokens for bill in world.bills) - hits
 
 
-def check_loads(world: "World", guest: "Guest", promised: str = "") -> None:
+def check_loads(world: "World", guest: "WorldRequest", promised: str = "") -> None:
     """What is there and pays is loaded; what is promised, whether it pays or not."""
     tiers = [tier for tier in world.brain.tiers.values() if guest.keys[guest.base] in guest.said.get(tier.name, ())]
     up = [tier.name for tier in tiers if tier.state is BreakerState.CLOSED]
@@ -194,13 +195,13 @@ def check_loads(world: "World", guest: "Guest", promised: str = "") -> None:
     assert guest.loads or not up or not (free_of_charge or promised), "a hit that nobody wanted"
 
 
-def check_bill(world: "World", one: ev.Finished, guest: "Guest") -> None:
+def check_bill(world: "World", one: ev.Finished, guest: "WorldRequest") -> None:
     """A bill tells all, and nothing else."""
     size = world.config.block_tokens
     hits = {DEVICE: guest.base, **guest.loaded}
     assert dict(one.hit_tokens) == {tier: num * size for tier, num in hits.items() if num}, "hits that were none"
     assert all(tokens > 0 for _, tokens in (*one.hit_tokens, *one.miss_tokens))
-    assert {reason for reason, _ in one.miss_tokens} <= set(ev.MissReason)
+    assert {reason for reason, _ in one.miss_tokens} <= set(Reason)
     assert one.num_tokens == guest.num_prompt * size
     assert one.num_tokens == sum(tokens for _, tokens in (*one.hit_tokens, *one.miss_tokens)), "not all told"
     assert one.loaded_bytes == sum(guest.loaded.values()) * world.config.block_bytes

@@ -16,13 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.testing.brain_world import ROOTS, Errand, Guest, World, into
+from headwater.core.results import Reason
+from headwater.testing.brain_world import ROOTS, Errand, World, WorldRequest, into
 from headwater.testing.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
 NAMES: Final = ("a", "b", "#c", "=d")  # two that a careless encoding would change
 RESULTS: Final[dict[type[ev.Job], tuple[str, ...]]] = {
-    ev.Look: ("held", "absent"),
+    ev.Probe: ("held", "absent"),
     ev.Load: ("hit", "hit", "hit", "miss", "late", "failed", "corrupt", "stale"),
     ev.Save: ("stored", "exists", "no_parent", "no_room", "late", "failed", "refused"),
     ev.Demote: ("stored", "exists", "miss", "miss", "no_parent", "no_room", "late", "failed", "refused"),
@@ -104,7 +105,7 @@ class BrainMachine(RuleBasedStateMachine):
             return
         guest = self.world.arrive(name, as_tokens(path), tenant=dice.choice((0, 0, 0, 1)))
         stores = list(self.world.stores)[: dice.choice((3, 3, 1, 0))]
-        self.finish(lambda job: job.guest is guest and isinstance(job.order, ev.Look) and job.order.store in stores)
+        self.finish(lambda job: job.guest is guest and isinstance(job.order, ev.Probe) and job.order.store in stores)
 
     def live(self, which: int, path: str, dice: random.Random) -> None:
         """A request goes on, from wherever it is, to a later stage of its life. Between two stages, others come in."""
@@ -118,7 +119,7 @@ class BrainMachine(RuleBasedStateMachine):
         """Ask, have answers, reserve, load, compute, save, leave: so many of them."""
         world, name, more = self.world, NAMES[which % len(NAMES)], dice.choice((0, 0, 1, 2))
 
-        def stage(number: int) -> Guest | None:
+        def stage(number: int) -> WorldRequest | None:
             world.check()
             if dice.random() < 0.3:
                 self.meanwhile(dice)
@@ -127,7 +128,7 @@ class BrainMachine(RuleBasedStateMachine):
         if name not in world.guests:
             world.arrive(name, as_tokens(path), tenant=dice.choice((0, 0, 0, 1)))
         if guest := stage(2):
-            self.finish(lambda errand: errand.guest is guest and isinstance(errand.order, ev.Look))
+            self.finish(lambda errand: errand.guest is guest and isinstance(errand.order, ev.Probe))
         if (guest := stage(3)) and guest.table is None:
             world.want(guest, len(guest.keys) + more)
         if guest := stage(4):
@@ -204,7 +205,7 @@ class BrainMachine(RuleBasedStateMachine):
     def go_wrong(self, which: int, path: str, dice: random.Random) -> None:
         """A job ends without a result."""
         if errand := self.errand(which):
-            self.world.fail(errand, dice.choice(list(ev.Failure)))
+            self.world.fail(errand, dice.choice(list(Reason)))
 
     def go_on(self, which: int, path: str, dice: random.Random) -> None:
         """A load writes, long before it ends, and may be stuck; another job has read its blocks, or says so."""
@@ -219,7 +220,7 @@ class BrainMachine(RuleBasedStateMachine):
     def falter(self, which: int, path: str, dice: random.Random) -> None:
         """A store fails several jobs in a row, and a while passes."""
         if self.world.stores:
-            store, failure = self.store(which), dice.choice((ev.Failure.FAILED, ev.Failure.LATE))
+            store, failure = self.store(which), dice.choice((Reason.FAILED, Reason.LATE))
             errands = [errand for errand in self.world.errands.values() if into(errand.order) == store]
             for errand in errands[-dice.randint(1, 3) :]:
                 self.world.check()
@@ -277,7 +278,7 @@ class BrainMachine(RuleBasedStateMachine):
             world.ignore(ev.Copied(now_s=now_s, job=job))
             world.ignore(ev.Stuck(now_s=now_s, job=job))
             world.ignore(ev.JobDone(now_s=now_s, job=job, results=("hit", "stored"), num_bytes=20, seconds=1.0))
-            world.ignore(ev.JobFailed(now_s=now_s, job=job, failure=ev.Failure.LATE))
+            world.ignore(ev.JobFailed(now_s=now_s, job=job, failure=Reason.LATE))
         if guest := self.guest(which):
             keys = tuple(path_keys([7, *as_tokens(path)]))
             world.refuse(ev.Arrived(now_s=now_s, request=guest.name, keys=keys, root=ROOTS[0]))
@@ -287,7 +288,7 @@ class BrainMachine(RuleBasedStateMachine):
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
-    def guest(self, which: int, wanted: Callable[[Guest], bool] = lambda guest: True) -> Guest | None:
+    def guest(self, which: int, wanted: Callable[[WorldRequest], bool] = lambda guest: True) -> WorldRequest | None:
         """One of the requests."""
         guests = [guest for guest in self.world.guests.values() if wanted(guest)]
         return guests[which % len(guests)] if guests else None

@@ -1,13 +1,13 @@
-"""A world around a brain: engines, hands and stores as plain models, which know at any moment what must be true.
+"""A world around a brain: engines, executors and stores as plain models, which know at any moment what must be true.
 
 The world models the *bytes*: for every device slot, the key whose KV it holds, or rubbish. Engines compute into the
-slots that they were granted, hands write into the slots of loads until those have ended, saves read until they have
+slots that they were granted, executors write into the slots of loads until those have ended, saves read until they have
 copied. Whatever the brain says is checked when it says it (`tell`), and everything is checked after every step
 (`check`). A second brain hears every event through JSON, and must say the same.
 
 The world lets anything happen that the contract in `core/events.py` allows: jobs end in any order, late, failed, twice,
 with holes and with nonsense; stores evict and lie. It only never lets an engine name what it has not computed, and
-never lets hands write after the end of a job: that is what the brain relies on.
+never lets an executor write after the end of a job: that is what the brain relies on.
 """
 
 import itertools
@@ -22,6 +22,7 @@ from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.index.slots import SlotState
 from headwater.testing import brain_checks
 from headwater.testing.index_machine import NOBODY, child_key, path_keys
@@ -36,7 +37,7 @@ class Errand:
     """A job that has not ended."""
 
     order: ev.Job
-    guest: "Guest | None"  # who waits for it
+    guest: "WorldRequest | None"  # who waits for it
     start: int  # depth of its first block
     copied: bool = False
     cancelled: bool = False
@@ -44,7 +45,7 @@ class Errand:
 
 
 @dataclass(eq=False)
-class Guest:
+class WorldRequest:
     """A request, as its engine sees it."""
 
     name: str
@@ -56,7 +57,7 @@ class Guest:
     num_done: int = 0  # leading blocks that are loaded or computed
     loads: list[Errand] = field(default_factory=list)
     loaded: Counter[str] = field(default_factory=Counter)
-    look_start: int = -1  # where the stores were asked from
+    probe_start: int = -1  # where the stores were asked from
     said: dict[str, set[BlockKey]] = field(default_factory=dict)  # what stores say they have
     known_slots: list[int] = field(default_factory=list)  # of its finished blocks, in the index
 
@@ -76,7 +77,7 @@ class World:
         self.brain = Brain(config)
         self.twin = Brain(config)
         self.now_s = 0.0
-        self.guests: dict[str, Guest] = {}
+        self.guests: dict[str, WorldRequest] = {}
         self.errands: dict[int, Errand] = {}
         self.num_jobs = 0
         self.stores: dict[str, set[BlockKey]] = {tier.name: set() for tier in config.tiers}
@@ -98,18 +99,18 @@ class World:
 
     # --- engines ------------------------------------------------------------------------------------------------------
 
-    def arrive(self, name: str, tokens: Sequence[int], *, tenant: int = 0) -> Guest:
+    def arrive(self, name: str, tokens: Sequence[int], *, tenant: int = 0) -> WorldRequest:
         """A request asks; one that is here asks again, for the same."""
         self.now_s += 0.25
         guest = self.guests.get(name)
         if guest is None:
             keys = path_keys(tokens, ROOTS[tenant])
             self.register(keys, tenant)
-            guest = self.guests[name] = Guest(name, keys, len(keys), tenant)
+            guest = self.guests[name] = WorldRequest(name, keys, len(keys), tenant)
         self.tell(self.arrival(guest), guest)
         return guest
 
-    def arrival(self, guest: Guest) -> ev.Arrived:
+    def arrival(self, guest: WorldRequest) -> ev.Arrived:
         """The event of a request that asks."""
         root, tenant = ROOTS[guest.tenant], TENANTS[guest.tenant]
         keys = tuple(guest.keys[: guest.num_prompt])
@@ -122,7 +123,9 @@ class World:
             self.origin[key] = (parent, depth, tenant)
             parent = key
 
-    def want(self, guest: Guest, num_blocks: int, *, load: bool = True, promised: str = "") -> tuple[int, ...] | None:
+    def want(
+        self, guest: WorldRequest, num_blocks: int, *, load: bool = True, promised: str = ""
+    ) -> tuple[int, ...] | None:
         """A request wants slots; somebody may say that a store has all of its prompt, and be wrong."""
         before = guest.table
         said = {name: set(keys) for name, keys in guest.said.items()}
@@ -142,7 +145,7 @@ class World:
             brain_checks.check_loads(self, guest, promised)
         return guest.table
 
-    def _room(self, guest: Guest) -> int:
+    def _room(self, guest: WorldRequest) -> int:
         """Slots that must be to be had: free, or of blocks that no other running request and no save can keep."""
         kept = set(guest.keys[: self.num_known(guest.keys)])
         for other in self.guests.values():
@@ -163,7 +166,7 @@ class World:
             at = self.origin[at][0]
         return found
 
-    def fill(self, guest: Guest, num: int, tokens: Sequence[int] = ()) -> None:
+    def fill(self, guest: WorldRequest, num: int, tokens: Sequence[int] = ()) -> None:
         """A request computed blocks: of its prompt, then generated ones as the tokens say."""
         assert guest.ready
         assert guest.table is not None
@@ -187,7 +190,7 @@ class World:
         totals = self.brain.accounts.totals
         return sum(amount for (series, _), amount in totals.items() if series == "dropped_blocks_total")
 
-    def compute(self, guest: Guest, at: int, content: object) -> None:
+    def compute(self, guest: WorldRequest, at: int, content: object) -> None:
         """A kernel writes into the slot of a block that is not finished."""
         assert guest.table is not None
         slot = guest.table[at]
@@ -197,19 +200,19 @@ class World:
         self.content[slot] = content
         self._news = True
 
-    def scribble(self, guest: Guest) -> None:
+    def scribble(self, guest: WorldRequest) -> None:
         """A step writes all over the blocks that are not finished."""
         if guest.ready and guest.table is not None:
             for at in range(guest.num_done, len(guest.table)):
                 self.compute(guest, at, self.rubbish())
 
-    def give_up(self, guest: Guest) -> None:
+    def give_up(self, guest: WorldRequest) -> None:
         """A request waits no longer."""
         waiting = self._waiting(guest)
         out = self.tell(ev.GaveUp(now_s=self.now_s, request=guest.name), guest)
         assert {one.job for one in out if isinstance(one, ev.Cancel)} == waiting, "somebody works for nothing"
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: WorldRequest) -> None:
         """A request ends."""
         waiting = self._waiting(guest)
         del self.guests[guest.name]
@@ -220,12 +223,12 @@ class World:
             if errand.guest is guest:
                 errand.guest = None
 
-    def _waiting(self, guest: Guest) -> set[int]:
+    def _waiting(self, guest: WorldRequest) -> set[int]:
         """Jobs whose results only this request waits for."""
         errands = [errand for errand in self.errands.values() if errand.guest is guest and not errand.cancelled]
-        return {errand.order.job for errand in errands if isinstance(errand.order, ev.Look | ev.Load)}
+        return {errand.order.job for errand in errands if isinstance(errand.order, ev.Probe | ev.Load)}
 
-    # --- hands --------------------------------------------------------------------------------------------------------
+    # --- executors ----------------------------------------------------------------------------------------------------
 
     def write(self, errand: Errand) -> None:
         """A load that has not ended writes: rubbish first, as far as anybody knows."""
@@ -243,7 +246,7 @@ class World:
         """What a store does with a job that goes well."""
         order = errand.order
         store = self.stores[order.store]
-        if isinstance(order, ev.Look):
+        if isinstance(order, ev.Probe):
             return tuple("held" if key in store else "absent" for key in order.keys)
         there = list(itertools.takewhile(lambda key: key in store, order.keys))
         if isinstance(order, ev.Load):
@@ -285,7 +288,7 @@ class World:
         )  # fmt: skip
         self._ended(errand, results if fits else None, event)
 
-    def fail(self, errand: Errand, failure: ev.Failure = ev.Failure.FAILED) -> None:
+    def fail(self, errand: Errand, failure: Reason = Reason.FAILED) -> None:
         """A job ends without a result."""
         self.write(errand)
         self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, failure=failure, why="so it is"))
@@ -309,12 +312,12 @@ class World:
             if isinstance(order, ev.Promote) and order.target in guest.said:
                 pairs = zip(order.keys, errand.results, strict=True)
                 guest.said[order.target] |= {key for key, result in pairs if result in HELD}
-            elif isinstance(order, ev.Look) and results is not None and isinstance(event, ev.JobDone):
+            elif isinstance(order, ev.Probe) and results is not None and isinstance(event, ev.JobDone):
                 pairs = zip(order.keys, results, strict=True)
                 guest.said[order.store] = {key for key, result in pairs if result == "held"}
         self.tell(event, guest)
 
-    def _settle(self, guest: Guest) -> None:
+    def _settle(self, guest: WorldRequest) -> None:
         """What was loaded counts in order, up to the first block that was not to be had."""
         guest.num_done = guest.base
         guest.loaded.clear()
@@ -341,7 +344,7 @@ class World:
 
     # --- what the brain says ------------------------------------------------------------------------------------------
 
-    def tell(self, event: ev.Event, guest: Guest | None = None, *, asked: int = 0) -> list[ev.Instruction]:
+    def tell(self, event: ev.Event, guest: WorldRequest | None = None, *, asked: int = 0) -> list[ev.Instruction]:
         """Let something happen, and check every instruction that follows."""
         self._news = True
         text = json.dumps(ev.encode(event))
@@ -355,9 +358,9 @@ class World:
         assert isinstance(copy, ev.Event)
         assert self.twin.handle(copy) == out, "a second brain said something else"
         if guest is not None and isinstance(event, ev.Arrived):
-            look_start = self.brain.requests[guest.name].look_start
-            if look_start != guest.look_start:  # all stores are asked anew
-                guest.look_start = look_start
+            probe_start = self.brain.requests[guest.name].probe_start
+            if probe_start != guest.probe_start:  # all stores are asked anew
+                guest.probe_start = probe_start
                 guest.said.clear()
         for one in out:
             assert ev.decode(json.loads(json.dumps(ev.encode(one)))) == one, "an instruction that does not survive"
@@ -384,7 +387,7 @@ class World:
         self,
         one: ev.Instruction,
         event: ev.Event,
-        guest: Guest | None,
+        guest: WorldRequest | None,
         asked: int,
         known: dict[BlockKey, int],
     ) -> None:
@@ -399,7 +402,7 @@ class World:
             errand = self.errands[one.job]
             assert not errand.cancelled, "told twice"
             errand.cancelled = True
-            if isinstance(errand.order, ev.Look):
+            if isinstance(errand.order, ev.Probe):
                 errand.guest = None  # whatever it says comes too late
             elif isinstance(errand.order, ev.Save):
                 assert isinstance(event, ev.Wanted), "a save that is in nobody's way"
@@ -414,7 +417,7 @@ class World:
             brain_checks.check_bill(self, one, guest)
             self.bills.append(one)
 
-    def _granted(self, one: ev.Granted, guest: Guest, asked: int, known: dict[BlockKey, int]) -> None:
+    def _granted(self, one: ev.Granted, guest: WorldRequest, asked: int, known: dict[BlockKey, int]) -> None:
         old = guest.table
         if old is None:
             old = tuple(known[key] for key in guest.keys[: self._prefix(guest.keys, known)])
@@ -433,7 +436,7 @@ class World:
         for slot in fresh:
             self.content[slot] = self.rubbish()
 
-    def _ordered(self, one: ev.Job, event: ev.Event, guest: Guest | None) -> None:
+    def _ordered(self, one: ev.Job, event: ev.Event, guest: WorldRequest | None) -> None:
         assert one.job == self.num_jobs + 1, "job numbers are not in order"
         assert one.keys
         self.num_jobs = one.job
@@ -442,11 +445,11 @@ class World:
             assert self.origin[after][0] == key, "not a row"
         tier = self.brain.tiers[one.store].config
         errand = self.errands[one.job] = Errand(one, None, start)
-        if isinstance(one, ev.Look):
+        if isinstance(one, ev.Probe):
             assert guest is not None
             assert isinstance(event, ev.Arrived)
             assert one.keys == tuple(guest.keys[start : guest.num_prompt])
-            assert one.deadline_s == self.now_s + tier.look_timeout_s
+            assert one.deadline_s == self.now_s + tier.probe_timeout_s
             errand.guest = guest
         elif isinstance(one, ev.Load):
             assert guest is not None
@@ -522,7 +525,7 @@ class World:
             self.leave(guest)
             self.check()
         for errand in list(self.errands.values()):
-            self.fail(errand, ev.Failure.CANCELLED)
+            self.fail(errand, Reason.CANCELLED)
             self.check()
         brain_checks.check_closed(self)
 

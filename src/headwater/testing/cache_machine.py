@@ -19,7 +19,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.virtual import LAYOUT, EventList, SimulatedEngine, VirtualHands
+from headwater.testing.virtual import LAYOUT, EventList, SimulatedEngine, VirtualExecutor
 
 NUM_CACHES = 2
 WHICH = st.integers(0, NUM_CACHES - 1)
@@ -40,7 +40,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.engines: list[SimulatedEngine] = []
-        self.hands: list[VirtualHands] = []
+        self.executors: list[VirtualExecutor] = []
         self.records = [EventList() for _ in range(NUM_CACHES)]
         self.stores: dict[str, FaultyStore] = {}
 
@@ -58,12 +58,12 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for i in range(NUM_CACHES):
             tiers = [TierConfig(name="host", save=saves[i]), TierConfig(name="pool", breaker_failures=2)]
             staging = BytesStaging(LAYOUT, num_slots=num_slots, num_pages=8)
-            hands = VirtualHands(self.stores, staging, clock=self.clock)
+            executor = VirtualExecutor(self.stores, staging, clock=self.clock)
             engine = SimulatedEngine(
-                f"cache {i}", staging, hands, tiers, clock=self.clock, policy=policy, record=self.records[i]
+                f"cache {i}", staging, executor, tiers, clock=self.clock, policy=policy, record=self.records[i]
             )
-            hands.ledger.deliver = engine.cache.deliver
-            self.hands.append(hands)
+            executor.ledger.deliver = engine.cache.deliver
+            self.executors.append(executor)
             self.engines.append(engine)
 
     def pick(self, which: int, any_: int) -> tuple[SimulatedEngine, str | None]:
@@ -122,14 +122,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @rule(which=WHICH, any_=ANY, fail=st.sampled_from([False, False, False, True]))
     def work(self, which: int, any_: int, fail: bool) -> None:
         """One job runs, or fails."""
-        hands = self.hands[which]
-        if hands.queued:
-            hands.run(hands.queued[any_ % len(hands.queued)], fail=fail)
+        executor = self.executors[which]
+        if executor.queued:
+            executor.run(executor.queued[any_ % len(executor.queued)], fail=fail)
 
     @rule(which=WHICH)
     def work_all(self, which: int) -> None:
         """All jobs run."""
-        self.hands[which].drain(0)
+        self.executors[which].drain(0)
 
     @rule(seconds=st.sampled_from([0.001, 0.3, 1.0, 40.0]))
     def wait(self, seconds: float) -> None:
@@ -152,7 +152,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, name=st.sampled_from(["host", "pool"]), off=st.booleans())
     def switch(self, which: int, name: str, off: bool) -> None:
-        """The hands say that a store is not to be used, or is again."""
+        """The executor says that a store is not to be used, or is again."""
         now_s = self.clock.monotonic()
         event = StoreOff(now_s=now_s, store=name, why="a test") if off else StoreOn(now_s=now_s, store=name)
         self.engines[which].cache.deliver(event)
@@ -162,10 +162,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_right(self) -> None:
         """Known blocks and what running requests may read."""
-        for engine, hands in zip(self.engines, self.hands, strict=True):
-            hands.tell()
+        for engine, executor in zip(self.engines, self.executors, strict=True):
+            executor.tell()
             engine.check()
-            assert hands.num_held_pages == 0
+            assert executor.num_held_pages == 0
 
     @precondition(lambda self: bool(self.engines))
     @rule()

@@ -16,7 +16,8 @@ from typing import Any
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
-from headwater.storage.base import Deadline, GetStatus, Reservation
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Reservation
 from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_page
@@ -80,7 +81,7 @@ def freeze(pid: int) -> None:
         time.sleep(0.001)
 
 
-class _Server:
+class _StoreServer:
     def __init__(self) -> None:
         self.store: LocalStore | None = None
         self.held: dict[Ref, Reservation] = {}
@@ -106,7 +107,7 @@ class _Server:
         results = reader.get_into(wanted, deadline=Deadline.after(timeout_s))
         right = [bytes(buffer) == page.frame for page, (_, buffer) in zip(pages, wanted, strict=True)]
         return [
-            "wrong" if status is GetStatus.HIT and not good else status.value
+            "wrong" if status is Status.HIT and not good else status.value
             for status, good in zip(results, right, strict=True)
         ]
 
@@ -158,7 +159,7 @@ class _Server:
 
 def main() -> None:
     """Serve until the input ends."""
-    server = _Server()
+    server = _StoreServer()
     for line in sys.stdin:
         request = json.loads(line)
         try:

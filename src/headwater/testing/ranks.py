@@ -35,7 +35,7 @@ from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.testing.processes import freeze
 from headwater.transfer.ranks.link import connect_rank
-from headwater.transfer.ranks.seats import Page, Seat
+from headwater.transfer.ranks.members import Member, Page
 from headwater.transfer.ranks.server import serve_rank
 
 TOKENS: Final = 4
@@ -114,8 +114,8 @@ def pages_of(layout: KVLayout, mine: tuple[Part, ...]) -> list[Page]:
     return [(part.shard.index, part.shard.count, part_number(part, layout)) for part in mine]
 
 
-def thread_rank(devices: RankDevices, tp_size: int, stores: Mapping[str, Store], **options: Any) -> list[Seat]:
-    """The seats of a rank in this process."""
+def thread_rank(devices: RankDevices, tp_size: int, stores: Mapping[str, Store], **options: Any) -> list[Member]:
+    """The members of a rank in this process."""
     return open_rank(
         devices.rank, tp_size, stores, devices.stagings, layout=devices.layout, identity=IDENTITY, **options
     )
@@ -130,7 +130,7 @@ class RankProcess:
 
     rank: int
     pid: int
-    seats: list[Seat]
+    members: list[Member]
     devices: list[npt.NDArray[np.uint8]]
     pages: list[Page]
 
@@ -186,10 +186,10 @@ class RankProcesses:
             pid = int(self._control.recv(64))
         self._pids.append(pid)
         pages = pages_of(self._layout, mine)
-        seats = connect_rank(
+        members = connect_rank(
             ours, rank=rank, pid=pid, pages=pages, identity=IDENTITY, may_kill=may_kill, timeout_s=_PATIENCE_S
         )
-        return RankProcess(rank, pid, seats, devices, pages)
+        return RankProcess(rank, pid, members, devices, pages)
 
     def close(self) -> None:
         """End them."""
@@ -235,8 +235,8 @@ def _serve(order: dict[str, Any], sock: socket.socket) -> None:
         if "pause" in order:
             staging.on_scatter = lambda _slot, _page: _pause(*map(Path, order["pause"]))
     with open_local(LocalStoreConfig(directory=Path(order["directory"]) / "store")) as store:
-        seats = thread_rank(devices, tp_size, {"host": store})
-        serve_rank(sock, seats, identity=IDENTITY)
+        members = thread_rank(devices, tp_size, {"host": store})
+        serve_rank(sock, members, identity=IDENTITY)
 
 
 def _pause(here: Path, until: Path) -> None:

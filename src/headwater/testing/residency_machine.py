@@ -20,7 +20,7 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
 from headwater.residency.base import Found, Residency
 from headwater.residency.book import Book
@@ -93,12 +93,12 @@ def states(residency: Residency, keys: Sequence[BlockKey]) -> dict[tuple[str, Bl
     return claimed
 
 
-class Process:
+class NodeLife:
     """One life of a node."""
 
     def __init__(self, node: str, epoch: int) -> None:
         self.book = Book()
-        self.herald = ResidencySession(
+        self.session = ResidencySession(
             self.book, node=node, epoch=epoch, lease_s=LEASE_S, round_every_s=10 * LEASE_S, slice_blocks=4
         )
 
@@ -108,27 +108,27 @@ class Ear:
 
     def __init__(self, residency: Residency, clock: FakeClock, node: str = "ear") -> None:
         self.residency = residency
-        self.process = Process(node, 1)
-        self.heard: list[Came | Went | Lost] = []
+        self.process = NodeLife(node, 1)
+        self.heard: list[Stored | Removed | TierLost] = []
         self._clock = clock
 
-    def offer(self, moves: Sequence[Came | Went | Lost]) -> None:
+    def offer(self, moves: Sequence[Stored | Removed | TierLost]) -> None:
         """Write it down."""
         self.heard += moves
         book = self.process.book
         for move in moves:
-            if isinstance(move, Came):
+            if isinstance(move, Stored):
                 book.came(TIERS[move.tier], move.keys, move.parent, move.depth)
-            elif isinstance(move, Went):
+            elif isinstance(move, Removed):
                 book.went(TIERS[move.tier], move.keys)
             else:
                 book.went(TIERS[move.tier], book.blocks())
 
     def tell(self) -> None:
         """Say everything that is to be said."""
-        herald = self.process.herald
-        while (update := herald.next(self._clock.monotonic())) is not None:
-            herald.heard(self.residency.apply(update, deadline=soon()), self._clock.monotonic())
+        session = self.process.session
+        while (update := session.next(self._clock.monotonic())) is not None:
+            session.heard(self.residency.apply(update, deadline=soon()), self._clock.monotonic())
 
 
 class ResidencyMachine(RuleBasedStateMachine):
@@ -138,7 +138,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.backend = backend() if backend is not None else MemoryBackend(self.clock)
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, NodeLife] = {}
         self.epochs: defaultdict[str, set[int]] = defaultdict(set)  # that were used
         self.truth: dict[tuple[str, str], set[BlockKey]] = {(n, tier): set() for n in NODES for tier in TIERS}
         self.ever: defaultdict[tuple[str, int, BlockKey], int] = defaultdict(int)  # by node, epoch, block
@@ -164,7 +164,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.truth[node, tier].update(keys)
         process = self.processes[node]
         for key in keys:
-            self.ever[node, process.herald.epoch, key] |= TIERS[tier]
+            self.ever[node, process.session.epoch, key] |= TIERS[tier]
         if keys:
             parent, depth = self.where[keys[0]]
             process.book.came(TIERS[tier], keys, parent, depth)
@@ -224,7 +224,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def speak(self, node: str, path: str, dice: random.Random) -> None:
         """A node says one thing: it arrives or not, once or twice, and the answer comes back or not."""
         process = self.processes.get(node)
-        update = process.herald.next(self.clock.monotonic()) if process is not None else None
+        update = process.session.next(self.clock.monotonic()) if process is not None else None
         if process is None or update is None:
             return
         how = dice.choice(("well", "well", "well", "lost", "answer lost", "twice", "delayed", "lied"))
@@ -246,18 +246,18 @@ class ResidencyMachine(RuleBasedStateMachine):
         for _ in range(dice.randint(2, 12)):
             self.speak(node, path, dice)
 
-    def hear(self, process: Process, answer: Applied) -> None:
+    def hear(self, process: NodeLife, answer: Applied) -> None:
         """A process hears an answer; if somebody was here with a later epoch, it goes on under a newer one."""
-        herald = process.herald
-        herald.heard(answer, self.clock.monotonic())
-        if herald.fenced and not herald.accepted:
-            known = self.backend.residency.last_epoch(herald.node, deadline=soon())
-            self.rename(process, max(known or 0, herald.epoch) + 1)
+        session = process.session
+        session.heard(answer, self.clock.monotonic())
+        if session.fenced and not session.accepted:
+            known = self.backend.residency.last_epoch(session.node, deadline=soon())
+            self.rename(process, max(known or 0, session.epoch) + 1)
 
-    def rename(self, process: Process, epoch: int) -> None:
+    def rename(self, process: NodeLife, epoch: int) -> None:
         """A process takes a newer epoch: what it holds was there in that one too."""
-        node, before = process.herald.node, process.herald.epoch
-        process.herald.outbid(epoch)
+        node, before = process.session.node, process.session.epoch
+        process.session.outbid(epoch)
         self.epochs[node].add(epoch)
         for (name, old, key), bits in list(self.ever.items()):
             if (name, old) == (node, before):
@@ -292,8 +292,8 @@ class ResidencyMachine(RuleBasedStateMachine):
             return
         used = self.epochs[node]
         epoch = max(used, default=100) + dice.choice((10, 10, 10, 50, -3))
-        self.processes[node] = Process(node, epoch if epoch not in used else max(used) + 1)
-        used.add(self.processes[node].herald.epoch)
+        self.processes[node] = NodeLife(node, epoch if epoch not in used else max(used) + 1)
+        used.add(self.processes[node].session.epoch)
         for tier in STORES:
             for key in sorted(self.truth[node, tier], key=lambda key: self.where[key][1]):
                 self.came(node, tier, [key])
@@ -303,11 +303,11 @@ class ResidencyMachine(RuleBasedStateMachine):
         process = self.processes.get(node)
         if process is None or dice.random() < 0.7:
             return
-        process.herald.leave()
+        process.session.leave()
         answer = Applied.STALE
-        while (update := process.herald.next(self.clock.monotonic())) is not None:
+        while (update := process.session.next(self.clock.monotonic())) is not None:
             answer = self.deliver(update)
-            process.herald.heard(answer, self.clock.monotonic())
+            process.session.heard(answer, self.clock.monotonic())
         del self.processes[node]
         self.truth[node, "device"].clear()
         if answer is Applied.APPLIED:
@@ -343,15 +343,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         """Everybody who lives says everything, and is heard: then the index is the truth."""
         self.pass_time(LEASE_S / 3)  # so that nobody has nothing to say
         for process in self.processes.values():
-            while (update := process.herald.next(self.clock.monotonic())) is not None:
+            while (update := process.session.next(self.clock.monotonic())) is not None:
                 self.hear(process, self.deliver(update))
-            assert process.herald.settled or process.herald.fenced
+            assert process.session.settled or process.session.fenced
         self.check_whole()
 
     def check_whole(self) -> None:
         """Of live nodes the index claims what is there, block by block and path by path."""
         claimed = states(self.backend.residency, list(self.where))
-        for node in [name for name, process in self.processes.items() if not process.herald.fenced]:
+        for node in [name for name, process in self.processes.items() if not process.session.fenced]:
             for key in self.where:
                 there = sum(bit for tier, bit in TIERS.items() if key in self.truth[node, tier])
                 assert claimed.get((node, key), 0) == there, "the index is not the truth"
@@ -359,7 +359,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             keys = path_keys([int(token) for token in path])
             _check_prefixes(self.backend.residency.lookup(keys, deadline=soon()), keys, claimed)
         nodes = {one.name: one for one in self.backend.residency.nodes(deadline=soon()) or ()}
-        assert all(not nodes[name].doubtful for name, one in self.processes.items() if not one.herald.fenced)
+        assert all(not nodes[name].doubtful for name, one in self.processes.items() if not one.session.fenced)
 
     def teardown(self) -> None:
         """Everything is put right; then the dead are forgotten."""

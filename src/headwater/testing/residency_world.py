@@ -17,7 +17,7 @@ from headwater.residency.events import TIERS
 from headwater.residency.memory import MemoryResidency
 from headwater.storage.memory import MemoryStore
 from headwater.testing.brain_machine import PATHS, BrainMachine, configs
-from headwater.testing.brain_world import Errand, Guest, World
+from headwater.testing.brain_world import Errand, World, WorldRequest
 from headwater.testing.cache_machine import TieredCacheMachine
 from headwater.testing.clock import FakeClock
 from headwater.testing.residency_machine import Ear, soon, states
@@ -55,7 +55,7 @@ class ListeningWorld(World):
                 self.seen[name].discard(self.origin[order.keys[first]][0])
         super()._ended(errand, results, event)
 
-    def tell(self, event: ev.Event, guest: Guest | None = None, *, asked: int = 0) -> list[ev.Instruction]:
+    def tell(self, event: ev.Event, guest: WorldRequest | None = None, *, asked: int = 0) -> list[ev.Instruction]:
         """Let something happen, and listen."""
         if isinstance(event, ev.StoreOff):
             self.seen[event.store].clear()
@@ -63,7 +63,7 @@ class ListeningWorld(World):
         moves = self.brain.moves.take()
         assert moves == self.twin.moves.take(), "a second brain said something else to the cluster"
         for move in moves:
-            if isinstance(move, ev.Came):
+            if isinstance(move, ev.Stored):
                 parent, depth, _ = self.origin[move.keys[0]]
                 assert (move.parent, move.depth) == (parent, depth), "blocks that came to another place"
         self.ear.offer(moves)

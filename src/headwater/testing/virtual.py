@@ -1,6 +1,6 @@
-"""An engine and its hands in virtual time: the production brain, jobs, stores and verification, without a thread.
+"""An engine and its executor in virtual time: the production brain, jobs, stores and verification, without a thread.
 
-`VirtualHands` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as late
+`VirtualExecutor` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as late
 as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is what
 an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether the
 bytes that the cache gives it are those.
@@ -16,8 +16,9 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Cancel, Event, Failure, Finished, Instruction, Job, Look
+from headwater.core.events import Cancel, Event, Finished, Instruction, Job, Probe
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
@@ -71,7 +72,7 @@ class EventList(list[Event]):
         """Nothing to keep."""
 
 
-class VirtualHands:
+class VirtualExecutor:
     """Holds jobs until `run` or `expire` is called. Events are delivered before those return."""
 
     def __init__(self, stores: Mapping[str, Store], staging: BytesStaging, *, clock: FakeClock) -> None:
@@ -84,7 +85,7 @@ class VirtualHands:
             name: TierStore(name, store, naming, clock=clock, metrics=metrics) for name, store in stores.items()
         }
         self._pool = PagePool(staging.num_pages, list(stores), self.ledger.changed)
-        self._hands = JobRunner(
+        self._executor = JobRunner(
             self._tiers,
             staging,
             self._pool,
@@ -104,13 +105,13 @@ class VirtualHands:
                 if isinstance(one, Cancel):
                     for job in [job for job in self.queued if job.order.job == one.job]:
                         self.queued.remove(job)
-                        self.ledger.fail(job, Failure.CANCELLED, "cancelled")
+                        self.ledger.fail(job, Reason.CANCELLED, "cancelled")
                 elif isinstance(one, Job):
                     job = JobState(one, self._clock)
                     self.ledger.admit(job)
                     self.queued.append(job)
 
-    def glance(self, look: Look) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
         """Everything takes its turn here."""
         return None
 
@@ -126,11 +127,11 @@ class VirtualHands:
         self.queued.remove(job)
         if fail or job.deadline.expired:
             with self.ledger.lock:
-                self.ledger.fail(job, Failure.FAILED if fail else Failure.LATE, "as the test wants it")
+                self.ledger.fail(job, Reason.FAILED if fail else Reason.LATE, "as the test wants it")
         else:
             job.started_s = self._clock.monotonic()
             try:
-                self.ledger.done(job, self._hands.run(job))
+                self.ledger.done(job, self._executor.run(job))
             except JobTrouble as trouble:
                 with self.ledger.lock:
                     self.ledger.fail(job, trouble.failure, trouble.why)
@@ -168,7 +169,7 @@ class VirtualHands:
         """Cancel everything."""
         with self.ledger.lock:
             for job in self.queued:
-                self.ledger.fail(job, Failure.CANCELLED, "closed")
+                self.ledger.fail(job, Reason.CANCELLED, "closed")
         self.queued.clear()
         self.tell()
         return True
@@ -183,7 +184,7 @@ class _Running:
 
 
 @dataclass(slots=True)
-class Tally:
+class EngineTally:
     """What a simulated engine saw."""
 
     served: int = 0
@@ -205,8 +206,8 @@ class Tally:
                 sums[name] = sums.get(name, 0) + tokens
 
 
-class EngineHands(Protocol):
-    """What a simulated engine needs of its hands."""
+class EngineExecutor(Protocol):
+    """What a simulated engine needs of its executor."""
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         """Begin jobs, or cancel them."""
@@ -224,7 +225,7 @@ class EngineHands(Protocol):
         """Put a store right."""
         ...
 
-    def glance(self, look: Look) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
         """An answer from memory."""
         ...
 
@@ -245,14 +246,14 @@ class EngineHands(Protocol):
 class SimulatedEngine:
     """A cache and its device, driven by hand; `check` says whether every byte is right.
 
-    Whoever makes it has the hands deliver to `cache.deliver`.
+    Whoever makes it has the executor deliver to `cache.deliver`.
     """
 
     def __init__(
         self,
         name: str,
         staging: BytesStaging,
-        hands: EngineHands,
+        executor: EngineExecutor,
         tiers: Sequence[TierConfig],
         *,
         clock: Clock,
@@ -260,10 +261,10 @@ class SimulatedEngine:
         record: "EventList | None" = None,
     ) -> None:
         self.name = name
-        self.tally = Tally()
+        self.tally = EngineTally()
         self.running: dict[str, _Running] = {}
         self.staging = staging
-        self._hands = hands
+        self._executor = executor
         config = CacheConfig(
             num_slots=len(staging.device),
             block_tokens=BLOCK_TOKENS,
@@ -271,7 +272,7 @@ class SimulatedEngine:
             tiers=tuple(tiers),
             policy=policy,
         )
-        self.cache = TieredCache(Brain(config), hands, clock=clock, recorder=record)
+        self.cache = TieredCache(Brain(config), executor, clock=clock, recorder=record)
         self._number = 0
 
     def arrive(self, path: Sequence[int]) -> str:
@@ -350,10 +351,10 @@ class SimulatedEngine:
         for request in list(self.running):
             self.leave(request)
         until_s = time.monotonic() + timeout_s
-        ended = self._hands.drain(timeout_s)
-        while self._hands.num_held_pages and time.monotonic() < until_s:  # given back just after its job was told
+        ended = self._executor.drain(timeout_s)
+        while self._executor.num_held_pages and time.monotonic() < until_s:  # given back just after its job was told
             time.sleep(0.005)
-        if not ended or self._hands.num_held_pages:
+        if not ended or self._executor.num_held_pages:
             raise InvalidInput("jobs that do not end, or pages that nobody gave back")
         self.check()
         counts = {state.name: num for state, num in self.cache.brain.slots.counts().items()}

@@ -1,1 +1,1 @@
-"""The hands: device and host memory, and the copies between them. The only room with tensors; decides nothing."""
+"""The executor: device and host memory, and the copies between them. The only room with tensors; decides nothing."""

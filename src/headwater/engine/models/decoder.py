@@ -18,13 +18,13 @@ from headwater.engine.models.base import Computed, Model, Span
 from headwater.engine.models.layers import Weights
 from headwater.engine.models.rope import Rope, Rotation
 from headwater.engine.models.settings import Settings
-from headwater.engine.step import Limits, Step, plan
+from headwater.engine.step import Step, StepLimits, plan
 from headwater.layout.spec import DType
 from headwater.transfer.device.arena import DeviceCache
 
 
 @dataclass(frozen=True)
-class Options:
+class ModelOptions:
     """How a model is to be built, besides its config."""
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class Decoder(Model):
         if planes.device.type != self.device.type:
             raise InvalidInput(f"the planes are on {planes.device}, the model is on {self.device}")
         net = self._network
-        limits = Limits(self.vocab_size, self.max_positions, planes.num_blocks, self.block_tokens)
+        limits = StepLimits(self.vocab_size, self.max_positions, planes.num_blocks, self.block_tokens)
         step = plan(spans, limits=limits, heads=net.attention.heads, device=self.device)
         if not spans:
             return Computed(torch.empty(0, self.vocab_size, device=self.device), torch.empty(0), ())

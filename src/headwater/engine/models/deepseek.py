@@ -14,7 +14,7 @@ from torch.nn import functional
 from headwater.core.errors import InvalidInput
 from headwater.engine.attention.dsa import DsaAttention, Index
 from headwater.engine.attention.mla import MlaAttention, Queries
-from headwater.engine.models.decoder import Network, Options, build_network
+from headwater.engine.models.decoder import ModelOptions, Network, build_network
 from headwater.engine.models.layers import Mlp, Moe, Routing, Scoring, Weights
 from headwater.engine.models.rope import Rope, Rotation, read_rope
 from headwater.engine.models.settings import Settings
@@ -108,7 +108,7 @@ class Indexer:
         return Index(queries, turned(keys[:, None])[:, 0], weights)
 
 
-def build_deepseek_v2(config: Settings, weights: Weights, options: Options) -> Network:
+def build_deepseek_v2(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a DeepSeek-V2."""
     config.expect("scoring_func", "softmax", why="V2 has no other scores here")
     config.expect("norm_topk_prob", False, why="implementations of V2 disagree on normalised weights")  # noqa: FBT003
@@ -116,13 +116,13 @@ def build_deepseek_v2(config: Settings, weights: Weights, options: Options) -> N
     return _build(config, weights, options, _mla(config, options), Scoring.SOFTMAX)
 
 
-def build_deepseek_v3(config: Settings, weights: Weights, options: Options) -> Network:
+def build_deepseek_v3(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a DeepSeek-V3."""
     _expect_v3(config)
     return _build(config, weights, options, _mla(config, options), Scoring.SIGMOID)
 
 
-def build_deepseek_v32(config: Settings, weights: Weights, options: Options) -> Network:
+def build_deepseek_v32(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a DeepSeek-V3.2."""
     _expect_v3(config)
     attention = DsaAttention(
@@ -143,7 +143,7 @@ def _expect_v3(config: Settings) -> None:
     config.expect("topk_method", "noaux_tc", why="V3 has no other method here")
 
 
-def _mla(config: Settings, options: Options) -> MlaAttention:
+def _mla(config: Settings, options: ModelOptions) -> MlaAttention:
     if options.kv_dtype is DType.FP8_E4M3:
         raise InvalidInput(
             "latent attention without an indexer has no FP8 cache here; take kv='auto', bf16, fp16 or fp32"
@@ -161,7 +161,7 @@ def _mla(config: Settings, options: Options) -> MlaAttention:
 def _build(
     config: Settings,
     weights: Weights,
-    options: Options,
+    options: ModelOptions,
     attention: MlaAttention | DsaAttention,
     scoring: Scoring,
 ) -> Network:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from headwater.core.errors import InvalidInput
 from headwater.engine.attention.gqa import GqaAttention
-from headwater.engine.models.decoder import Network, Options, build_network
+from headwater.engine.models.decoder import ModelOptions, Network, build_network
 from headwater.engine.models.layers import Mlp, Weights, joined
 from headwater.engine.models.rope import Rotation, read_rope
 from headwater.engine.models.settings import Settings
@@ -18,19 +18,19 @@ from headwater.engine.step import Step
 from headwater.transfer.device.arena import DeviceCache
 
 
-def build_llama(config: Settings, weights: Weights, options: Options) -> Network:
+def build_llama(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a Llama."""
     refuse_unbuilt(config, window_unless_said=True)
     return _build(config, weights, options, qkv_bias=config.flag("attention_bias", default=False))
 
 
-def build_qwen2(config: Settings, weights: Weights, options: Options) -> Network:
+def build_qwen2(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a Qwen2."""
     refuse_unbuilt(config, window_unless_said=False)
     return _build(config, weights, options, qkv_bias=True, o_bias=False)
 
 
-def build_qwen3(config: Settings, weights: Weights, options: Options) -> Network:
+def build_qwen3(config: Settings, weights: Weights, options: ModelOptions) -> Network:
     """Build a Qwen3."""
     refuse_unbuilt(config, window_unless_said=False)
     return _build(config, weights, options, qkv_bias=config.flag("attention_bias", default=False), head_norms=True)
@@ -86,7 +86,7 @@ class GqaLayer:
 def _build(
     config: Settings,
     weights: Weights,
-    options: Options,
+    options: ModelOptions,
     *,
     qkv_bias: bool,
     o_bias: bool | None = None,

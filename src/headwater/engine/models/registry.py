@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.engine.models.decoder import Network, Options
+from headwater.engine.models.decoder import ModelOptions, Network
 from headwater.engine.models.deepseek import build_deepseek_v2, build_deepseek_v3, build_deepseek_v32
 from headwater.engine.models.layers import Weights
 from headwater.engine.models.llama import build_llama, build_qwen2, build_qwen3
 from headwater.engine.models.settings import Settings
 
-Builder: TypeAlias = Callable[[Settings, Weights, Options], Network]
+Builder: TypeAlias = Callable[[Settings, Weights, ModelOptions], Network]
 
 ARCHITECTURES: Final[dict[str, Builder]] = {
     "LlamaForCausalLM": build_llama,

@@ -4,19 +4,19 @@
         '{"kv_connector":"HeadwaterConnector","kv_connector_module_path":"headwater.integrations.vllm","kv_role":"kv_both"}'
 
 vLLM owns the device: it allocates blocks, shares them between requests and evicts them, and asks a connector from two
-processes. So brain and hands are in different processes, and talk through vLLM's own steps:
+processes. So brain and executor are in different processes, and talk through vLLM's own steps:
 
     EngineCore: `scheduler.py`                    each worker: `worker.py`
-    the brain (`cache/lent.py`), which lends      the hands (`transfer/executor/worker.py`) on the KV tensors that vLLM
+    the brain (`cache/lent.py`), which lends      the executor (`transfer/executor/worker.py`) on the KV tensors that vLLM
     vLLM's blocks instead of counting slots       registered (`registered.py`), and the stores
          |   -- jobs, with the step's metadata -->   |
          |   <-- events, with the step's output --   |
     stores, only to be asked what they have (`step_executor.py`)
 
-On a GPU the hands and their stores are in another process still, beside each worker: `executor.py`.
+On a GPU the executor and its stores are in another process still, beside each worker: `executor.py`.
 
 Nothing of the cache is here: what is looked up, loaded, saved, verified, dropped and counted is decided by the brain
-and done by the hands, the same that `headwater serve` runs. The attention store was the other choice: it has no tiers
+and done by the executor, the same that `headwater serve` runs. The attention store was the other choice: it has no tiers
 and no brain, and its calls block.
 
 Nothing here is imported before it is asked for, and only `connector.py` and `stats.py` import vLLM.

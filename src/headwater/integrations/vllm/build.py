@@ -42,7 +42,7 @@ from headwater.storage.local import directory
 from headwater.transfer.device.populate import populate
 from headwater.transfer.executor.worker import Worker
 from headwater.transfer.ranks.group import Ranks
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.registered import RowsCache
@@ -58,7 +58,7 @@ _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
 class _NoPages:
-    """Staging of a worker that only looks."""
+    """Staging of a worker that only probes."""
 
     num_pages: Final = 1
 
@@ -93,20 +93,20 @@ _sharing: Final = threading.Lock()
 
 @contextmanager
 def shared_tiers(
-    config: ConnectorConfig, metrics: Metrics, *, only_looks: bool = False
+    config: ConnectorConfig, metrics: Metrics, *, only_probes: bool = False
 ) -> Iterator[Mapping[str, Store]]:
     """The tiers of a process, opened once: scheduler and worker are in one where there is one GPU.
 
     So the scheduler sees at once what the worker wrote, and nobody reads that back from the index. `metrics` of who
-    comes first count what stores count. `only_looks`: the workers are in other processes.
+    comes first count what stores count. `only_probes`: the workers are in other processes.
     """
     where = (config.host_directory, config.host_bytes), (config.disk_directory, config.disk_bytes), config.pool
-    key = os.getpid(), open_tiers, where, only_looks
+    key = os.getpid(), open_tiers, where, only_probes
     with _sharing:
         found = _shared.get(key)
         if found is None:
             with ExitStack() as stack:
-                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None, only_looks=only_looks)
+                stores = open_tiers(sized(config), stack, metrics=metrics, progress=None, only_probes=only_probes)
                 found = _shared[key] = _Shared(stores, stack.pop_all())
         found.num_users += 1
     try:
@@ -138,7 +138,7 @@ class OpenWorker:
     """A rank's side with all that belongs to it."""
 
     side: WorkerSide
-    hands: Worker
+    executor: Worker
     staging: "TorchStaging"
     stores: Mapping[str, Store]
     metrics: Metrics
@@ -164,7 +164,7 @@ class OpenWorker:
 
     def close(self, timeout_s: float = _DRAIN_S) -> None:
         """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
-        self.hands.drain(timeout_s)
+        self.executor.drain(timeout_s)
         self.stack.close()
 
 
@@ -195,7 +195,7 @@ def open_worker(
     overlapping: int = 1,
     metrics: Metrics | None = None,
 ) -> OpenWorker:
-    """The hands of one rank. A tier that cannot be had is left out, with a sentence in the log.
+    """The executor of one rank. A tier that cannot be had is left out, with a sentence in the log.
 
     `overlapping`: steps that vLLM begins before it has heard of the first of them. `metrics`: what its stores count in,
     if they are open already.
@@ -220,7 +220,7 @@ def open_worker(
         for store in stores.values():
             if (registering := store.registering()) is not None:
                 registering.register(pages.memory)
-        hands = Worker(
+        executor = Worker(
             stores,
             staging,
             layout=device.layout,
@@ -230,9 +230,9 @@ def open_worker(
             metrics=metrics,
             threads_per_store=config.threads_per_store,
         )
-        stack.callback(hands.close, _DRAIN_S)
-        side = WorkerSide(hands, rank=rank, overlapping=overlapping)
-        return OpenWorker(side, hands, staging, stores, metrics, stack.pop_all())
+        stack.callback(executor.close, _DRAIN_S)
+        side = WorkerSide(executor, rank=rank, overlapping=overlapping)
+        return OpenWorker(side, executor, staging, stores, metrics, stack.pop_all())
     raise AssertionError  # the stack swallows nothing
 
 
@@ -280,7 +280,7 @@ def open_scheduler(
     with stack:
         first = ranks[0]
         far = len(ranks) > 1 or first.far
-        stores = stack.enter_context(shared_tiers(config, metrics, only_looks=far))
+        stores = stack.enter_context(shared_tiers(config, metrics, only_probes=far))
         cache_config = CacheConfig(
             num_slots=first.num_blocks,
             block_tokens=first.block_tokens,
@@ -322,11 +322,11 @@ def open_scheduler(
 
 
 def _prober(stores: Mapping[str, Store], ranks: Sequence[RankFacts], metrics: Metrics) -> Worker | Ranks:
-    """Who looks: for one rank's pages, or for those of all."""
-    seats = []
+    """Who probes: for one rank's pages, or for those of all."""
+    members = []
     for one in sorted(ranks, key=lambda facts: facts.rank):
         layout = _layout_of(one)
-        hands = Worker(
+        executor = Worker(
             stores,
             _NoPages(frame_bytes(layout.plane_bytes)),
             layout=layout,
@@ -335,10 +335,10 @@ def _prober(stores: Mapping[str, Store], ranks: Sequence[RankFacts], metrics: Me
             shard=Shard(one.rank, one.world),
             metrics=metrics,
         )
-        seats.append(Seat(one.rank, Shard(one.rank, one.world), 0, hands))
-    if len(seats) == 1:
-        return seats[0].hands  # type: ignore[return-value]  # it is the worker above
-    return Ranks(seats, stores=list(stores), metrics=metrics)
+        members.append(Member(one.rank, Shard(one.rank, one.world), 0, executor))
+    if len(members) == 1:
+        return members[0].executor  # type: ignore[return-value]  # it is the worker above
+    return Ranks(members, stores=list(stores), metrics=metrics)
 
 
 def _layout_of(one: RankFacts) -> KVLayout:

@@ -1,7 +1,7 @@
 """The executor: a process beside a worker of vLLM, which moves its blocks. vLLM's interpreter has no part in it.
 
     worker of vLLM: `worker.py`                       executor: `executor_main.py`
-    one message per job (`transfer/ranks/link.py`) -> the hands (`transfer/executor/`), the stores, pinned memory, and
+    one message per job (`transfer/ranks/link.py`) -> the executor (`transfer/executor/`), the stores, pinned memory, and
                               <- what became of it    vLLM's KV tensors, mapped (`registered.py`)
 
 A process of its own has its own interpreter: looking up, verifying and publishing blocks costs tens of microseconds
@@ -10,7 +10,7 @@ when it ends, so no event of the device has to be shared.
 
 It is begun as early as vLLM lets us, loads torch and opens the stores while vLLM looks how much memory it has, maps the
 KV when there is one, and is waited for at vLLM's handshake. It touches the device only then: what vLLM measures is its
-own. If it dies, or is shot because it does not answer, its
+own. If it dies, or is killed because it does not answer, its
 jobs end as failed, all tiers are off, and the engine computes everything; one line says so. Where it cannot be had,
 threads of the worker do the same (`build.open_worker`).
 """
@@ -36,12 +36,12 @@ from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
 from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.link import RankLink, connect_link
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 
 log: Final = logging.getLogger("headwater")
 
 READY_S: Final = 120.0  # for an executor to be ready, from when vLLM waits for it
-_LOST_AFTER_S: Final = 5.0  # a job that was cancelled is not answered: it is shot
+_LOST_AFTER_S: Final = 5.0  # a job that was cancelled is not answered: it is killed
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 _LAST_S: Final = 2.0
 _EXIT_S: Final = 5.0  # for the process to end, when its work is done
@@ -63,10 +63,10 @@ class ExecutorProcess:
         self.process = process
         self._closing = False
         link.on_counted = self.metrics.take_in
-        (far,) = link.hands
-        alone = Seat(0, Shard(0, 1), 0, far)  # a group of this worker
-        self.hands = Ranks([alone], stores=stores, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
-        self.side = WorkerSide(self.hands, rank=link.rank, overlapping=overlapping, kill=self.kill)
+        (far,) = link.executors
+        alone = Member(0, Shard(0, 1), 0, far)  # a group of this worker
+        self.executor = Ranks([alone], stores=stores, metrics=self.metrics, lost_after_s=_LOST_AFTER_S)
+        self.side = WorkerSide(self.executor, rank=link.rank, overlapping=overlapping, kill=self.kill)
         self._tell_group = far.on_death
         far.on_death = self._died
         if far.death is not None:  # before it could be told
@@ -74,11 +74,11 @@ class ExecutorProcess:
 
     def close(self, timeout_s: float = _DRAIN_S) -> None:
         """Let saves arrive, then end everything. Blocks, `timeout_s` and a little more at most; idempotent."""
-        self.hands.drain(timeout_s)
+        self.executor.drain(timeout_s)
         self._closing = True
-        self.hands.close(_DRAIN_S)
+        self.executor.close(_DRAIN_S)
         _end(self.process)
-        self.hands.close(_LAST_S)  # if it had to be killed: now the link can end, too
+        self.executor.close(_LAST_S)  # if it had to be killed: now the link can end, too
 
     def kill(self) -> bool:
         """End the process, whatever it does. True: it reads and writes nothing any more. Blocks, for seconds at most.

@@ -1,4 +1,4 @@
-"""What runs in an executor's process (`executor.py`): the hands on vLLM's KV, mapped, until vLLM's worker is gone.
+"""What runs in an executor's process (`executor.py`): the executor on vLLM's KV, mapped, until vLLM's worker is gone.
 
 What it is to open comes as a JSON document on standard input, and whose KV it moves in a file that comes over its
 socket later, when there is one. It ends when the other end of its socket is closed, and for no
@@ -26,7 +26,7 @@ from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.layout.shard import Shard
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.server import serve_rank
 
 _KV_S: Final = 1800.0  # for vLLM to have its KV: it compiles meanwhile. Then this one ends, and another can be begun
@@ -57,9 +57,9 @@ def main(descriptor: int) -> None:
             sys.exit(1)
         worker.get_ready(log.info, timeout_s=_READY_S)
         say("it is ready")
-        seat = Seat(order["rank"], Shard(order["rank"], order["world"]), 0, worker.hands)
+        member = Member(order["rank"], Shard(order["rank"], order["world"]), 0, worker.executor)
         counted = Counted(worker.metrics)
-        serve_rank(sock, [seat], identity=bytes.fromhex(order["identity"]), counted=lambda: counted.grown(now=True))
+        serve_rank(sock, [member], identity=bytes.fromhex(order["identity"]), counted=lambda: counted.grown(now=True))
         worker.close()
 
 

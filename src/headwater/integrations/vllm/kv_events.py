@@ -1,6 +1,6 @@
 """What others hear of an engine's blocks: vLLM's KV events for our tiers, and the cluster's residency index.
 
-The brain says what came to a store and left it (`Came`, `Went`, `Lost`), by our keys. For vLLM's listeners keys become
+The brain says what came to a store and left it (`Stored`, `Removed`, `TierLost`), by our keys. For vLLM's listeners keys become
 the hashes that vLLM gave the same blocks, as long as they are remembered. What is on the device only vLLM knows: blocks
 are told to be there when they were computed or loaded, and vLLM's pool is asked again, some with each step, until one
 is not there any more. Where vLLM keeps no prefixes, nothing is told of the device.
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from headwater.cache.match import DEVICE
-from headwater.core.events import Came, Lost, Went
+from headwater.core.events import Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
 
-Move = Came | Went | Lost
+Move = Stored | Removed | TierLost
 
 _REMEMBERED: Final = 1 << 18  # blocks of which vLLM's hash is known
 _MOST_QUEUED: Final = 1 << 14  # moves that nobody takes
 _ASKED_AT_ONCE: Final = 256  # blocks on the device, with each step
 
 
-class Hears(Protocol):
+class MoveListener(Protocol):
     """Who is told (`residency/publisher.py`)."""
 
     def offer(self, moves: Sequence[Move]) -> None:
@@ -45,7 +45,7 @@ class Named:
 class Teller:
     """Passes on what the brain says, and watches the device."""
 
-    def __init__(self, *, events: bool, listener: Hears | None = None) -> None:
+    def __init__(self, *, events: bool, listener: MoveListener | None = None) -> None:
         """`events`: whether vLLM's own listeners want to hear; `listener`: who tells the cluster."""
         self._events = events
         self._listener = listener
@@ -80,7 +80,7 @@ class Teller:
             self._named.popitem(last=False)
         there = [key for key in keys[:known] if key in self._device]
         if there and there == list(keys[: len(there)]) and self._listener is not None:
-            self._listener.offer([Came(tier=DEVICE, keys=tuple(there), parent=parent, depth=start)])
+            self._listener.offer([Stored(tier=DEVICE, keys=tuple(there), parent=parent, depth=start)])
 
     def watch(self) -> None:
         """Ask vLLM of some blocks whether they are still on the device."""
@@ -94,13 +94,13 @@ class Teller:
                 del self._device[key]
                 gone.append(key)
         if gone:
-            self._listener.offer([Went(tier=DEVICE, keys=tuple(gone))])
+            self._listener.offer([Removed(tier=DEVICE, keys=tuple(gone))])
 
     def take(self) -> list[tuple[Move, list[Named]]]:
         """Moves since the last call, with vLLM's names of their blocks; those without one are left out."""
         with self._lock:
             moves, self._moves = self._moves, []
-        return [(move, self._names(() if isinstance(move, Lost) else move.keys)) for move in moves]
+        return [(move, self._names(() if isinstance(move, TierLost) else move.keys)) for move in moves]
 
     def _names(self, keys: Iterable[BlockKey]) -> list[Named]:
         return [self._named[key] for key in keys if key in self._named]

@@ -27,15 +27,15 @@ from typing import Any, Final, TypeAlias
 
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.core.node_key import NodeKey
+from headwater.core.results import Reason
 from headwater.core.role import Role
 from headwater.disagg.headers import ATTEMPT, POOL_SECONDS
-from headwater.disagg.outcome import Reason
 from headwater.disagg.prompt_pages import read_pages
-from headwater.disagg.used import Use, UsedTickets
+from headwater.disagg.used import TicketUse, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket
 from headwater.integrations.vllm import node_reading
 from headwater.integrations.vllm.client import HEALTH_S, Facts, Vllm, VllmGone, read
-from headwater.integrations.vllm.node_reading import ENDPOINTS, Work
+from headwater.integrations.vllm.node_reading import ENDPOINTS, VllmWork
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
@@ -43,7 +43,7 @@ from headwater.serve.errors import ApiError, HandoffFailed
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
 from headwater.serve.middleware import HEALTH, application, prometheus, request_id, until_s
-from headwater.serve.pool_looks import PoolLooks
+from headwater.serve.pool_probes import PoolProbes
 from headwater.serve.readers import Readers
 from headwater.storage.base import Store
 
@@ -79,12 +79,12 @@ class NodeOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NodeRequest:
     """A request, with its body read."""
 
     http: Request
-    work: Work
-    send: "Sending"
+    work: VllmWork
+    send: "NodeSending"
     left_s: float
 
     @property
@@ -93,7 +93,7 @@ class Asked:
         return request_id(self.http.scope)
 
 
-class Sending:
+class NodeSending:
     """The way to whoever asked, and whether anything went there."""
 
     def __init__(self, send: Send) -> None:
@@ -106,7 +106,7 @@ class Sending:
         await self._send(message)
 
 
-Handle: TypeAlias = Callable[[Asked], Coroutine[Any, Any, None]]
+Handle: TypeAlias = Callable[[NodeRequest], Coroutine[Any, Any, None]]
 
 
 class VllmNode:
@@ -140,7 +140,7 @@ class VllmNode:
         self.prefill_tokens_per_s: float | None = None
         self._fleet = fleet
         self._vllm = vllm
-        self._looks = PoolLooks(pool)
+        self._probes = PoolProbes(pool)
         self._used = UsedTickets()
         self._attempts: set[str] = set()
         self._num_inside = 0  # places that are taken: answers
@@ -183,7 +183,7 @@ class VllmNode:
         self.stopping = True
         self.bodies.stop()
         self.readers.stop()
-        await self._looks.close()
+        await self._probes.close()
 
     def close(self) -> None:
         """Read no more. Blocks for a moment. Idempotent."""
@@ -191,7 +191,7 @@ class VllmNode:
 
     # --- what routers ask ---------------------------------------------------------------------------------------------
 
-    async def _prefill(self, asked: Asked) -> None:
+    async def _prefill(self, asked: NodeRequest) -> None:
         """Have vLLM compute a prompt; the ticket, when the pool has all of it."""
         begin_s, work = time.monotonic(), asked.work
         async with self._vllm.ask(work.path, work.content, asked.name) as response:
@@ -209,7 +209,7 @@ class VllmNode:
         computed_s = time.monotonic() - begin_s
         self.prefill_tokens_per_s = num_tokens / computed_s
         wait_s = min(self.options.pool_timeout_s, asked.left_s - computed_s)
-        num_seen = await self._looks.until_held(told.pages, wait_s)
+        num_seen = await self._probes.until_held(told.pages, wait_s)
         if num_seen < len(told.pages):
             raise HandoffFailed(
                 f"the pool has {num_seen} of {len(told.pages)} pages of the prompt after {wait_s:.1f} s",
@@ -237,20 +237,20 @@ class VllmNode:
         }
         await JSONResponse(document)(asked.http.scope, asked.http.receive, asked.send)
 
-    async def _decode(self, asked: Asked) -> None:
+    async def _decode(self, asked: NodeRequest) -> None:
         """The whole answer, by vLLM, which loads what the pool has."""
         ticket = self._ticket(asked.work)
         nonce = bytes.fromhex(ticket.nonce)
         use = self._used.take(nonce, expires_at_ms=ticket.expires_at_ms, now_ms=time.time() * 1000)
-        if use is not Use.FIRST:
-            raise errors.no_room() if use is Use.NO_ROOM else errors.used_ticket()
+        if use is not TicketUse.FIRST:
+            raise errors.no_room() if use is TicketUse.NO_ROOM else errors.used_ticket()
         try:
             await self._forward(asked)
         finally:
             if not asked.send.begun:
                 self._used.give_back(nonce)
 
-    def _ticket(self, work: Work) -> VllmTicket:
+    def _ticket(self, work: VllmWork) -> VllmTicket:
         """The ticket, if it is good here and for this request. Raises HandoffFailed."""
         facts, now_ms = self.facts, time.time() * 1000
         try:
@@ -265,7 +265,7 @@ class VllmNode:
             raise HandoffFailed(why, reason=Reason.EXPIRED if late else Reason.FOREIGN)
         return ticket
 
-    async def _forward(self, asked: Asked) -> None:
+    async def _forward(self, asked: NodeRequest) -> None:
         """Pass on what vLLM answers, as it comes."""
         send, path = asked.send, asked.work.path or asked.http.url.path
         async with self._vllm.ask(path, asked.work.content, asked.name) as response:
@@ -362,15 +362,15 @@ class _Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        node, http, sending = self._node, Request(scope, receive), Sending(send)
+        node, http, sending = self._node, Request(scope, receive), NodeSending(send)
         node.require_room()
         async with node.bodies.body_of(http, _BODY_BYTES) as data:  # held for as long as vLLM may want it
             work = await node.readers.read(self._what, data, num_bytes=len(data), until_s=until_s(http))
             del data
             async with node.inside(http, work.num_answers) as left_s:
-                await self._exchange(Asked(http, work, sending, left_s), receive)
+                await self._exchange(NodeRequest(http, work, sending, left_s), receive)
 
-    async def _exchange(self, asked: Asked, receive: Receive) -> None:
+    async def _exchange(self, asked: NodeRequest, receive: Receive) -> None:
         work = asyncio.create_task(self._handle(asked))
         leaving = asyncio.create_task(_until_gone(receive))
         try:

@@ -21,7 +21,7 @@ _NOT_FOR_ONE: Final = ("stream_options", "min_tokens", "max_completion_tokens", 
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class VllmWork:
     """What vLLM is to be asked."""
 
     path: str  # empty: the one that was asked
@@ -31,27 +31,27 @@ class Work:
     ticket: object = None
 
 
-def prefill(data: bytes) -> Work:
+def prefill(data: bytes) -> VllmWork:
     """A router's envelope: the prompt is computed, one token is said, and what pages it has."""
     path, body = _envelope(Fields(parse(data)))
     one = {name: value for name, value in body.items() if name not in _NOT_FOR_ONE}
     one |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": TELL}
-    return Work(path, _dumped(one), num_prompts(body), body_digest(body))
+    return VllmWork(path, _dumped(one), num_prompts(body), body_digest(body))
 
 
-def decode(data: bytes) -> Work:
+def decode(data: bytes) -> VllmWork:
     """A router's envelope: the client's body as it is, and the ticket."""
     fields = Fields(parse(data))
     path, body = _envelope(fields)
-    return Work(path, _dumped(body), _num_answers(body), body_digest(body), fields.get("ticket"))
+    return VllmWork(path, _dumped(body), _num_answers(body), body_digest(body), fields.get("ticket"))
 
 
-def plain(data: bytes) -> Work:
+def plain(data: bytes) -> VllmWork:
     """A client's body, which is an object."""
-    return Work("", data, _num_answers(parse(data)))
+    return VllmWork("", data, _num_answers(parse(data)))
 
 
-READS: Final[Mapping[str, Callable[[bytes], Work]]] = {
+READS: Final[Mapping[str, Callable[[bytes], VllmWork]]] = {
     "vllm_prefill": prefill,
     "vllm_decode": decode,
     "vllm_plain": plain,

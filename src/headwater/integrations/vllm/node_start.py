@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from headwater.build import open_pool
 from headwater.config import default_node, is_loopback, require_node_key
 from headwater.core.errors import InvalidConfig, NotInstalled
-from headwater.disagg.heartbeat import Heartbeat, Load, Rates
+from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
 from headwater.integrations.vllm.node import NodeOptions, VllmNode
 from headwater.metrics import Metrics
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
-from headwater.serve.heartbeats import Beats
+from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
 from headwater.serve.sockets import address, listen, receive_on, setup
 from headwater.storage.base import Store
@@ -124,7 +124,7 @@ class VllmServer(uvicorn.Server):
         self._announce = announce
         self._node: VllmNode | None = None
         self._vllm: Vllm | None = None
-        self._beats: Beats | None = None
+        self._beats: HeartbeatSender | None = None
         self._watching: asyncio.Task[None] | None = None
         self._app = _Later()
         self._metrics = Metrics()
@@ -162,7 +162,7 @@ class VllmServer(uvicorn.Server):
         )
         self._app.inner = node.app()
         if self._routers:
-            self._beats = Beats(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
+            self._beats = HeartbeatSender(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
             await self._beats.join()
         self._watching = asyncio.create_task(node.watch())
 
@@ -185,7 +185,7 @@ class VllmServer(uvicorn.Server):
             max_answers=self._options.max_requests,
             draining=node.stopping or node.lost,
             clock_s=time.time(),
-            load=Load(running=node.num_requests, waiting=0, free_slots=free),
+            load=NodeLoad(running=node.num_requests, waiting=0, free_slots=free),
             rates=Rates(prefill_tokens_per_s=node.prefill_tokens_per_s),
         )
 

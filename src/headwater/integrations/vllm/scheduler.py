@@ -188,9 +188,9 @@ class SchedulerSide:
             resumed=request.num_preemptions > 0,
             num_unnamed=one.num_unnamed,
         )
-        if not self.cache.looking(one.name):
+        if not self.cache.probing(one.name):
             return True
-        if now_s - one.asked_s < self._config.look_timeout_s:
+        if now_s - one.asked_s < self._config.probe_timeout_s:
             return False
         self.cache.give_up(one.name)
         return True

@@ -83,7 +83,7 @@ class ConnectorConfig:
     load: LoadMode = LoadMode.ASYNC
     load_when: LoadWhen | None = None  # None: a consumer (`kv_role`) always, others when it pays
     on_failed_load: OnFailure = OnFailure.RECOMPUTE
-    look_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
+    probe_timeout_s: float = 0.5  # for stores to say what they have; then what they did not say is a miss
     load_timeout_s: float = 5.0
     save_timeout_s: float = 30.0
     free_timeout_s: float = 5.0  # after its end a request's blocks are kept for what is being saved, at most so long
@@ -135,7 +135,7 @@ class ConnectorConfig:
         elif self.node is not None:
             raise InvalidConfig("a node's name is for the residency index: say where that is, or leave the name out")
         for seconds in (self.free_timeout_s, *([] if self.switch_interval_s is None else [self.switch_interval_s])):
-            TierConfig(name="free", look_timeout_s=seconds)  # seconds are checked there
+            TierConfig(name="free", probe_timeout_s=seconds)  # seconds are checked there
         self.tier("host")  # it checks the other seconds
 
     def tier(self, name: str) -> TierConfig:
@@ -146,7 +146,7 @@ class ConnectorConfig:
         """
         return TierConfig(
             name=name,
-            look_timeout_s=self.look_timeout_s,
+            probe_timeout_s=self.probe_timeout_s,
             load_timeout_s=self.load_timeout_s,
             save_timeout_s=self.save_timeout_s,
             max_queued_bytes=_ANY_BYTES,

@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from headwater.core.events import Came, Went
+from headwater.core.events import Removed, Stored
 from headwater.integrations.vllm.counted import Counted, merged
 from headwater.integrations.vllm.kv_events import Move, Named
 from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family, labels_of
@@ -99,7 +99,7 @@ def kv_events(moves: Iterable[tuple[Move, Sequence[Named]]], block_tokens: int) 
     found: list[KVCacheEvent] = []
     for move, blocks in moves:
         medium = _MEDIA.get(move.tier, MEDIUM_STORAGE)
-        if isinstance(move, Came) and blocks:
+        if isinstance(move, Stored) and blocks:
             found.append(
                 BlockStored(
                     block_hashes=[maybe_convert_block_hash(block.hash) for block in blocks],
@@ -112,7 +112,7 @@ def kv_events(moves: Iterable[tuple[Move, Sequence[Named]]], block_tokens: int) 
                     group_idx=0,
                 )
             )
-        elif isinstance(move, Went) and blocks:
+        elif isinstance(move, Removed) and blocks:
             hashes = [maybe_convert_block_hash(block.hash) for block in blocks]
             found.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=0))
     return found

@@ -2,9 +2,9 @@
 
 What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
 (`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
-what all of them agree on (`transfer/ranks/verdict.py`). Nothing is timed here: each worker ends its jobs by itself.
+what all of them agree on (`transfer/ranks/group_result.py`). Nothing is timed here: each worker ends its jobs by itself.
 
-Looks are done here, by `prober`: a worker without pages that has the same stores open. The stores of a node are shared
+Probes are done here, by `prober`: a worker without pages that has the same stores open. The stores of a node are shared
 by its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
 *absent*, whatever a store says: otherwise a request would be told again and again of a hit that cannot be had.
 
@@ -23,21 +23,21 @@ from headwater.core.events import (
     Copied,
     Demote,
     Event,
-    Failure,
     Instruction,
     Job,
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Save,
     StoreOff,
     Stuck,
 )
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason
 from headwater.integrations.vllm.metadata import Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
-from headwater.transfer.ranks.verdict import Answer, agree, num_good
+from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
 
 DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
 _CATCH_UP_S: Final = 5.0
@@ -60,7 +60,7 @@ class Prober(Protocol):
         """Begin to ask. Does not block."""
         ...
 
-    def glance(self, look: Look, /) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe, /) -> tuple[str, ...] | None:
         """The answer, if memory has it."""
         ...
 
@@ -99,13 +99,13 @@ class StepExecutor:
         self._prober = prober
         self._num_ranks = num_ranks
         self._others_write = others_write
-        self._catching_up = 0  # numbers of our own looks, downwards from here
+        self._catching_up = 0  # numbers of our own probes, downwards from here
         self._num_unseen: dict[str, int] = {}  # blocks that were written since the last of them, by store
         self._clock = clock
         self._lock = threading.Lock()
         self._bag: list[Instruction] = []
         self._errands: dict[int, _Errand] = {}
-        self._looks: dict[int, Look] = {}
+        self._probes: dict[int, Probe] = {}
         self._off: set[str] = set()
         self._dropped: dict[BlockKey, float] = {}  # until when
         prober.deliver = self._seen
@@ -114,14 +114,14 @@ class StepExecutor:
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         """Take jobs and cancels. Does not block."""
-        looks: list[Instruction] = []
+        probes: list[Instruction] = []
         with self._lock:
             for one in instructions:
-                if isinstance(one, Look):
-                    self._looks[one.job] = one
-                    looks.append(one)
-                elif isinstance(one, Cancel) and one.job in self._looks:
-                    looks.append(one)
+                if isinstance(one, Probe):
+                    self._probes[one.job] = one
+                    probes.append(one)
+                elif isinstance(one, Cancel) and one.job in self._probes:
+                    probes.append(one)
                 elif isinstance(one, Load | Save | Demote):
                     self._errands[one.job] = _Errand(one)
                     self._bag.append(one)
@@ -129,13 +129,13 @@ class StepExecutor:
                     self._bag.append(one)
                 else:
                     raise InvalidInput(f"not for vLLM's workers: {one!r}")
-        if looks:
-            self._prober.submit(looks)
+        if probes:
+            self._prober.submit(probes)
 
-    def glance(self, look: Look) -> tuple[str, ...] | None:
-        """What stores know at a glance."""
-        seen = self._prober.glance(look)
-        return None if seen is None else self._believed(look, seen)
+    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+        """What stores know from memory."""
+        seen = self._prober.contains_cached(probe)
+        return None if seen is None else self._believed(probe, seen)
 
     def stand_back(self, *, hurry: bool) -> None:
         """Nothing is done here that could be in the way."""
@@ -145,7 +145,7 @@ class StepExecutor:
         return False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for answers to looks; the workers' jobs end with their steps."""
+        """Wait for answers to probes; the workers' jobs end with their steps."""
         return self._prober.drain(timeout_s)
 
     def revive(self, store: str) -> bool:
@@ -154,7 +154,7 @@ class StepExecutor:
         return self._prober.revive(store)
 
     def close(self, timeout_s: float) -> bool:
-        """End looking; what workers have, they end themselves."""
+        """End probing; what workers have, they end themselves."""
         return self._prober.close(timeout_s)
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class StepExecutor:
             now_s = self._clock.monotonic()
         for job in unsent:
             why = "it was not begun, and nobody waits for it any more"
-            self._tell(JobFailed(now_s=now_s, job=job, failure=Failure.CANCELLED, why=why))
+            self._tell(JobFailed(now_s=now_s, job=job, failure=Reason.CANCELLED, why=why))
         return tuple(job for job in jobs if job not in unsent)
 
     def heard(self, report: Report) -> None:
@@ -236,17 +236,17 @@ class StepExecutor:
     def _agreed(self, errand: _Errand, now_s: float) -> JobDone | JobFailed:
         """What all ranks say together. A block that was not to be had is dropped, one that was written is not."""
         order = errand.order
-        verdict = agree(order, [Answer(rank, rank, end) for rank, end in errand.ends.items()])
-        if verdict.failure is not None:
-            if isinstance(order, Load) and verdict.failure is not Failure.CANCELLED:
+        agreed = agree(order, [RankAnswer(rank, rank, end) for rank, end in errand.ends.items()])
+        if agreed.failure is not None:
+            if isinstance(order, Load) and agreed.failure is not Reason.CANCELLED:
                 self.drop(order.keys)
-            return JobFailed(now_s=now_s, job=order.job, failure=verdict.failure, why=verdict.why)
+            return JobFailed(now_s=now_s, job=order.job, failure=agreed.failure, why=agreed.why)
         done = JobDone(
             now_s=now_s,
             job=order.job,
-            results=verdict.results,
-            num_bytes=verdict.num_bytes,
-            seconds=verdict.seconds,
+            results=agreed.results,
+            num_bytes=agreed.num_bytes,
+            seconds=agreed.seconds,
         )
         if isinstance(order, Load):
             self.drop(order.keys[num_good(order, done) :])
@@ -260,16 +260,16 @@ class StepExecutor:
         return done
 
     def _catch_up(self, order: Job, store: str, now_s: float) -> None:
-        """Have the prober take in what was written, before it is so much that nobody could answer at a glance."""
+        """Have the prober take in what was written, before it is so much that nobody could answer from memory."""
         with self._lock:
             num = self._num_unseen.get(store, 0) + len(order.keys)
             self._num_unseen[store] = num if num < _CATCH_UP_BLOCKS else 0
             if num < _CATCH_UP_BLOCKS:
                 return
             self._catching_up -= 1
-            look = Look(job=self._catching_up, store=store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
+            probe = Probe(job=self._catching_up, store=store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):
-            self._prober.submit([look])
+            self._prober.submit([probe])
 
     def _seen(self, event: Event) -> None:
         """An answer of the prober, in its thread."""
@@ -277,9 +277,9 @@ class StepExecutor:
             if event.job < 0:  # our own
                 return
             with self._lock:
-                look = self._looks.pop(event.job, None)
-            if look is not None and isinstance(event, JobDone):
-                results = self._believed(look, event.results)
+                probe = self._probes.pop(event.job, None)
+            if probe is not None and isinstance(event, JobDone):
+                results = self._believed(probe, event.results)
                 event = JobDone(now_s=event.now_s, job=event.job, results=results, seconds=event.seconds)
         elif isinstance(event, StoreOff):
             with self._lock:
@@ -288,14 +288,14 @@ class StepExecutor:
                 self._off.add(event.store)
         self._tell(event)
 
-    def _believed(self, look: Look, seen: tuple[str, ...]) -> tuple[str, ...]:
+    def _believed(self, probe: Probe, seen: tuple[str, ...]) -> tuple[str, ...]:
         with self._lock:
-            if not self._dropped or len(seen) != len(look.keys):
+            if not self._dropped or len(seen) != len(probe.keys):
                 return seen
             now_s = self._clock.monotonic()
             return tuple(
                 "absent" if self._dropped.get(key, 0.0) > now_s else one
-                for key, one in zip(look.keys, seen, strict=True)
+                for key, one in zip(probe.keys, seen, strict=True)
             )
 
     def _tell(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The worker's side: the hands on vLLM's KV tensors. Gets its orders with each step, reports with each output.
+"""The worker's side: the executor on vLLM's KV tensors. Gets its orders with each step, reports with each output.
 
 Loads land in blocks that vLLM keeps for them; a request that waits hears when all its loads have *ended*, well or not,
 and which blocks failed. Each job ends by its deadline, whatever a store does (`transfer/executor/worker.py`): vLLM
@@ -13,7 +13,7 @@ one has ended, a millisecond at most.
 
 Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
 was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
-are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3): hands of this
+are waited for a moment; then their saves are cancelled. A cancelled save publishes nothing (rule 3): executors of this
 process know that at once, those of another must have said so before vLLM writes to the blocks, or they are killed.
 
 No vLLM here, no torch.
@@ -26,23 +26,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
-from headwater.core.events import (
-    Cancel,
-    Copied,
-    Demote,
-    Event,
-    Failure,
-    Instruction,
-    Job,
-    JobDone,
-    JobFailed,
-    Load,
-    Save,
-    Stuck,
-)
+from headwater.core.events import Cancel, Copied, Demote, Event, Instruction, Job, JobDone, JobFailed, Load, Save, Stuck
+from headwater.core.results import Reason
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
-from headwater.transfer.ranks.verdict import num_good
+from headwater.transfer.ranks.group_result import num_good
 
 log: Final = logging.getLogger("headwater")
 
@@ -52,7 +40,7 @@ _IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is compute
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
 
 
-class JobHands(Protocol):
+class JobExecutor(Protocol):
     """Who does the jobs."""
 
     @property
@@ -77,7 +65,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        hands: JobHands,
+        executor: JobExecutor,
         *,
         rank: int = 0,
         overlapping: int = 1,
@@ -86,9 +74,9 @@ class WorkerSide:
     ) -> None:
         """`overlapping`: so many steps are begun before the scheduler has heard what the first of them said.
 
-        `kill`: the hands are another process', and this ends it. True: nothing is read or written there any more.
+        `kill`: the executor is another process's, and this ends it. True: nothing is read or written there any more.
         """
-        self._hands = hands
+        self._executor = executor
         self._kill = kill
         self._overlapping = overlapping
         self._rank = rank
@@ -107,18 +95,18 @@ class WorkerSide:
         self._bad: set[int] = set()  # blocks that failed to load, to be reported
         self._loading: dict[str, set[int]] = {}  # requests that wait: jobs that have not ended
         self._leaving: dict[str, tuple[set[int], float]] = {}  # ended requests: saves that read them, until when
-        hands.deliver = self.heard
+        executor.deliver = self.heard
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
         """A step begins, and with it blocks may get other owners. Blocks a moment if they are still being read."""
         self._orders = orders.on_clock(self._clock.monotonic())
-        self._hands.stand_back(hurry=not orders.idle)  # the step is launched now, and the device waits for it
+        self._executor.stand_back(hurry=not orders.idle)  # the step is launched now, and the device waits for it
         vacated = set(orders.vacated)
         if not vacated:
             return
-        self._hands.stand_back(hurry=False)
+        self._executor.stand_back(hurry=False)
         with self._changed:
             self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
             late = self._reading & vacated
@@ -173,7 +161,7 @@ class WorkerSide:
 
         Does not block.
         """
-        self._hands.stand_back(hurry=False)
+        self._executor.stand_back(hurry=False)
         saves = [one for one in self._orders.jobs if isinstance(one, Save | Demote)]
         self._submit(saves)
         with self._changed:
@@ -255,12 +243,12 @@ class WorkerSide:
                 if isinstance(one, Save):
                     self._reading.add(one.job)
         try:
-            self._hands.submit(instructions)
+            self._executor.submit(instructions)
         except HeadwaterError as error:  # closed: they still have to end, or somebody waits for ever
             now_s = self._clock.monotonic()
             for one in instructions:
                 if isinstance(one, Job):
-                    self.heard(JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=str(error)))
+                    self.heard(JobFailed(now_s=now_s, job=one.job, failure=Reason.FAILED, why=str(error)))
 
     def _cancel(self, jobs: Iterable[int]) -> None:
         now_s = self._clock.monotonic()
@@ -269,7 +257,7 @@ class WorkerSide:
             self._cancelled_s.setdefault(one.job, now_s)
         if cancels:
             with contextlib.suppress(ResourceClosed):  # then everything is cancelled
-                self._hands.submit(cancels)
+                self._executor.submit(cancels)
 
     def heard(self, event: Event) -> None:
         """Hear what becomes of jobs, and of stores. Does not block."""

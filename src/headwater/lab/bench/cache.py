@@ -13,14 +13,14 @@ import tracemalloc
 from typing import Final
 
 from headwater.cache.cache import TieredCache
-from headwater.cache.executor import NoHands
+from headwater.cache.executor import NoExecutor
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
 from headwater.config import CacheConfig, TierConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.lab.bench import interpreter
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench cache").digest())
 _RUN_BLOCKS: Final = 14  # of each other sequence: the mean request of a public trace
@@ -45,7 +45,7 @@ _NOTES: Final = {
 
 def run(
     *, blocks: int = 2048, others: int = 10_000, many: int = 1_000_000, rounds: int = 51, tell: Tell | None = None
-) -> Report:
+) -> BenchReport:
     """Measure. Blocks for about half a minute; raises HeadwaterError if an answer is wrong."""
     if min(blocks, others, many, rounds) < 1:
         raise InvalidConfig("blocks, others, many and rounds must be positive")
@@ -76,7 +76,7 @@ def run(
     figures["fill_us_per_block"] = samples.median("fill_us_per_block")
     interpreter.measure(blocks, min(rounds, _MOST_ROUNDS), samples)
     figures |= {name: samples.median(name) for name in ("save_us_per_block", "load_us_per_block")}
-    return Report(
+    return BenchReport(
         command="bench cache",
         options={"blocks": blocks, "others": others, "many": many, "rounds": rounds},
         results=figures,
@@ -89,7 +89,7 @@ def _cache(num_slots: int) -> TieredCache:
     config = CacheConfig(
         num_slots=num_slots, block_tokens=64, block_bytes=1 << 20, policy="lru", tiers=(TierConfig(name="host"),)
     )
-    return TieredCache(Brain(config), NoHands(), clock=time)
+    return TieredCache(Brain(config), NoExecutor(), clock=time)
 
 
 def _fill(cache: TieredCache, prompt: list[BlockKey], num_others: int, *, parted: bool) -> None:

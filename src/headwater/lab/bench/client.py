@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     value: float
 
 
-class Client:
+class BenchClient:
     """One connection. A request must be read to its end before the next; `close` ends one that is not."""
 
     def __init__(self, url: str, signer: Signer | None = None) -> None:

@@ -20,10 +20,11 @@ import numpy as np
 
 from headwater.core.errors import StoreError
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab.bench.pools import IDENTITY, Page, Wanted, seal_all
 from headwater.layout.frame import ALIGNMENT, Fault, frame_bytes, verify
 from headwater.layout.spec import KVLayout
-from headwater.storage.base import Deadline, GetStatus, PutStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.local import LocalStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
@@ -31,7 +32,7 @@ from headwater.storage.verified import VerifiedStore
 CALL_S: Final = 120.0
 
 
-class Contender(ABC):
+class StoreContender(ABC):
     """Keeps frames under names. Raises StoreError if it does not do all of what it is told."""
 
     def __init__(self, layout: KVLayout, *, digests: bool = True, file: Path | None = None) -> None:
@@ -52,7 +53,7 @@ class Contender(ABC):
         """Which pages are still there."""
 
 
-class Ours(Contender):
+class Ours(StoreContender):
     """LocalStore as it is used, or (without digests) moving frames that a GPU kernel seals and verifies in passing."""
 
     def __init__(self, store: LocalStore, layout: KVLayout, *, digests: bool = True, file: Path | None = None) -> None:
@@ -69,11 +70,11 @@ class Ours(Contender):
             statuses = put_sealed(self._store, pages, self.layout, now_ms=int(time.time() * 1000), deadline=deadline)
         else:
             statuses = self._store.put([(meta.name, frame) for meta, frame in pages], deadline=deadline)
-        require(statuses, PutStatus.STORED)
+        require(statuses, Status.STORED)
 
     def get(self, pages: list[Wanted]) -> None:
         """Get, verified."""
-        require(self._reader.get_into(pages, deadline=Deadline.after(CALL_S)), GetStatus.HIT)
+        require(self._reader.get_into(pages, deadline=Deadline.after(CALL_S)), Status.HIT)
 
     def held(self, names: Sequence[PageName]) -> list[bool]:
         """Ask the store."""
@@ -87,10 +88,10 @@ class SealThenPut(Ours):
         """Seal all, then put all."""
         seal_all(pages, self.layout)
         batch = [(meta.name, frame) for meta, frame in pages]
-        require(self._store.put(batch, deadline=Deadline.after(CALL_S)), PutStatus.STORED)
+        require(self._store.put(batch, deadline=Deadline.after(CALL_S)), Status.STORED)
 
 
-class FilePerBlock(Contender):
+class FilePerBlock(StoreContender):
     """One file per block, written beside and renamed; the oldest is unlinked when there is no room."""
 
     def __init__(self, path: Path, layout: KVLayout, *, max_pages: int) -> None:
@@ -126,7 +127,7 @@ class FilePerBlock(Contender):
         return [name in self._names for name in names]
 
 
-class PlainFile(Contender):
+class PlainFile(StoreContender):
     """One preallocated file and nothing else: pwrite around it in a ring, pread from anywhere in it."""
 
     def __init__(self, path: Path, layout: KVLayout, *, max_pages: int, digests: bool) -> None:
@@ -172,7 +173,7 @@ class PlainFile(Contender):
         return [name in self._places for name in names]
 
 
-def require(statuses: Sequence[PutStatus] | Sequence[GetStatus], wanted: PutStatus | GetStatus) -> None:
+def require(statuses: Sequence[Status] | Sequence[Status], wanted: Status) -> None:
     """Raise StoreError unless all went well: a benchmark of misses is no benchmark."""
     others = {status for status in statuses if status is not wanted}
     if others:

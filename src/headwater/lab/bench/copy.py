@@ -21,10 +21,10 @@ import torch
 
 from headwater.core.errors import InvalidConfig
 from headwater.lab.bench import copy_whole
-from headwater.lab.bench.copy_course import NAMES, Course, cut_frames, finish, frame_stride
+from headwater.lab.bench.copy_course import NAMES, CopyCourse, cut_frames, finish, frame_stride
 from headwater.lab.bench.copy_gemm import Gemm, beside_s, slowdowns
 from headwater.lab.bench.copy_paths import Limit
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.layout.dsa import dsa_layout
 from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
@@ -80,7 +80,7 @@ def layouts() -> dict[str, KVLayout]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class CopyOptions:
     """What to measure. `device`: None is what there is; `blocks`: None is as many as make sense there."""
 
     device: str | None = None
@@ -102,7 +102,7 @@ class Options:
             raise InvalidConfig("no CUDA device here: use --device cpu")
 
 
-def run(options: Options, *, tell: Tell | None = None) -> Report:
+def run(options: CopyOptions, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes. `results["correct"]`: whether all bytes were right. Raises what a device raises."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
@@ -136,7 +136,7 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
     notes = dict(_NOTES)
     if not cuda:
         notes["device"] = "no CUDA device is used: this is the reference for CPUs, and no figure of a wire"
-    return Report(
+    return BenchReport(
         command="bench copy",
         options=asdict(options) | {"device": device.type, "blocks": counts},
         results=results,
@@ -148,7 +148,7 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
 def _rows(
     chosen: dict[str, KVLayout],
     counts: Sequence[int],
-    options: Options,
+    options: CopyOptions,
     device: torch.device,
     samples: Samples,
     tell: Tell | None,
@@ -179,7 +179,7 @@ def _measure(
     area: memoryview,
     limit: Limit,
     gemm: Gemm | None,
-    options: Options,
+    options: CopyOptions,
     samples: Samples,
     tell: Tell | None,
 ) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def _measure(
         for done, count in enumerate(counts):
             if tell is not None:
                 tell(f"{name}, {layout.page_bytes:,} bytes a block", done, len(counts))
-            course = Course(cache, (engine, plain), limit, frames, ids=ids, num_blocks=count)
+            course = CopyCourse(cache, (engine, plain), limit, frames, ids=ids, num_blocks=count)
             course.check()
             course.take(
                 _num_rounds(options.rounds, course.num_bytes), baselines=gemm is not None and name in _BASELINES_OF
@@ -217,7 +217,7 @@ def _num_rounds(rounds: int, num_bytes: int) -> int:
     return rounds if num_bytes < _LARGE_BYTES else -(-rounds // 2)
 
 
-def _beside_gemm(course: Course, gemm: Gemm | None) -> dict[str, Any]:
+def _beside_gemm(course: CopyCourse, gemm: Gemm | None) -> dict[str, Any]:
     """What copies cost products, and products copies; all None where copies are too short, or there is no GPU."""
     found: dict[str, Any] = {"gemm_slowdown": None}
     for name in NAMES.values():

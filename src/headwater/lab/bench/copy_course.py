@@ -33,7 +33,7 @@ Way: TypeAlias = Callable[[], tuple[Transfer, ...]]  # what is still to be waite
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CopyRows:
     """Blocks, and the frames they go to or come from."""
 
     sources: list[int]
@@ -41,9 +41,9 @@ class Rows:
     frames: list[memoryview]
     digests: Digests | None = None
 
-    def shuffled(self, order: Sequence[int]) -> "Rows":
+    def shuffled(self, order: Sequence[int]) -> "CopyRows":
         """The same, in another order."""
-        return Rows(
+        return CopyRows(
             [self.sources[i] for i in order],
             [self.targets[i] for i in order],
             [self.frames[i] for i in order],
@@ -51,7 +51,7 @@ class Rows:
         )
 
 
-class Course:
+class CopyCourse:
     """A number of blocks of one layout."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Course:
         self._engine, self._plain = engines
         self._limit = limit
         self._all_frames = frames
-        self.rows = Rows(list(ids[:num_blocks]), list(ids[num_blocks : 2 * num_blocks]), list(frames[:num_blocks]))
+        self.rows = CopyRows(list(ids[:num_blocks]), list(ids[num_blocks : 2 * num_blocks]), list(frames[:num_blocks]))
 
     def check(self) -> None:
         """Random blocks to the host, and back into others, by both engines; every byte is compared. Blocks."""
@@ -92,7 +92,7 @@ class Course:
             self.correct &= all(torch.equal(row[sources], row[targets]) for row in cache.rows)
             if engine.digests:
                 self.correct &= digests is not None and self._digests_are_right(digests)
-                self.rows = Rows(rows.sources, rows.targets, rows.frames, digests)
+                self.rows = CopyRows(rows.sources, rows.targets, rows.frames, digests)
 
     def _digests_are_right(self, digests: Digests) -> bool:
         sizes = self._cache.layout.plane_bytes
@@ -173,7 +173,7 @@ class Course:
             found[f"{name}_pieces"] = _blocking(pieces.one_by_one)
         return found
 
-    def _move(self, engine: CopyEngine, direction: Direction, rows: Rows) -> tuple[Transfer, ...]:
+    def _move(self, engine: CopyEngine, direction: Direction, rows: CopyRows) -> tuple[Transfer, ...]:
         if direction is Direction.OUT:
             return (engine.gather(rows.sources, rows.frames),)
         return (engine.scatter(rows.frames, rows.targets, expected=rows.digests if engine.digests else None),)

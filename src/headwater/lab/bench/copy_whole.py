@@ -117,7 +117,7 @@ class _Way:
         layout = self._planes.layout
         tier = TierConfig(
             name=_TIER,
-            look_timeout_s=_WAIT_S,
+            probe_timeout_s=_WAIT_S,
             load_timeout_s=_WAIT_S,
             save_timeout_s=_WAIT_S,
             max_queued_bytes=1 << 40,

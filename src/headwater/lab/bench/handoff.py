@@ -23,7 +23,7 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.make_model import make_model
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.ttft import SHAPES
 from headwater.storage.scratch import memory_root
 
@@ -39,7 +39,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class HandoffOptions:
     """What to measure."""
 
     shape: str = "tiny"
@@ -79,7 +79,7 @@ class _End:
 
 
 @contextmanager
-def _end(role: str, options: Options, pool: str, tokenizer: Path) -> Iterator["subprocess.Popen[str]"]:
+def _end(role: str, options: HandoffOptions, pool: str, tokenizer: Path) -> Iterator["subprocess.Popen[str]"]:
     settings = {
         "role": role,
         "pool": pool,
@@ -100,9 +100,9 @@ def _end(role: str, options: Options, pool: str, tokenizer: Path) -> Iterator["s
             process.kill()
 
 
-def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
+def run(options: HandoffOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes on a large shape. Raises HeadwaterError where the two ends differ."""
-    options = options if options is not None else Options()
+    options = options if options is not None else HandoffOptions()
     samples = Samples()
     need = _pool_bytes(options)
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
             if tell is not None:
                 tell(f"{num_tokens:,} tokens", done, len(options.lengths))
             rows.append(_measure(prefill, decode, num_tokens, options, samples))
-    return Report(
+    return BenchReport(
         command="bench handoff",
         options={name: getattr(options, name) for name in options.__slots__},
         results={
@@ -132,7 +132,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
     )
 
 
-def _measure(prefill: _End, decode: _End, num_tokens: int, options: Options, samples: Samples) -> dict[str, Any]:
+def _measure(prefill: _End, decode: _End, num_tokens: int, options: HandoffOptions, samples: Samples) -> dict[str, Any]:
     num_bytes = -(-num_tokens // options.block_tokens) * prefill.facts["page_bytes"]
     equal = True
     for turn in range(-2, options.rounds):  # the first ones are warmer than nobody
@@ -168,7 +168,7 @@ def _measure(prefill: _End, decode: _End, num_tokens: int, options: Options, sam
     }
 
 
-def _pool_bytes(options: Options) -> int:
+def _pool_bytes(options: HandoffOptions) -> int:
     shape = SHAPES[options.shape]
     width = 2 if options.device != "cpu" else 4
     of_token = 2 * width * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]

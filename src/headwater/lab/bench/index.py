@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.keys import BlockKey, Extra, block_keys
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench").digest())
 _IMAGE_TOKENS: Final = 576
@@ -29,7 +29,9 @@ _NOTES: Final = {
 }
 
 
-def run(*, num_tokens: int = 131_072, block_tokens: int = 64, rounds: int = 21, tell: Tell | None = None) -> Report:
+def run(
+    *, num_tokens: int = 131_072, block_tokens: int = 64, rounds: int = 21, tell: Tell | None = None
+) -> BenchReport:
     """Measure. Blocks for about a second; raises HeadwaterError if a key is not what the format says."""
     if block_tokens < 1 or num_tokens < block_tokens:
         raise InvalidConfig(f"a prompt of {num_tokens} tokens has no block of {block_tokens}")
@@ -66,7 +68,7 @@ def run(*, num_tokens: int = 131_072, block_tokens: int = 64, rounds: int = 21, 
         "ratio": results["hash_ms"] / results["hashlib_ms"],
         "ratio_best": best["hash_best_ms"] / best["hashlib_best_ms"],
     }
-    return Report(
+    return BenchReport(
         command="bench index",
         options={"tokens": num_tokens, "block": block_tokens, "rounds": rounds},
         results={**results, **best, **ratios, "num_keys": num_tokens // block_tokens},

@@ -25,7 +25,7 @@ from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.storage.base import Store
 from headwater.storage.scratch import limit_for, memory_root
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.wire import Digests, Direction, Piece
+from headwater.transfer.device.wire import Digests, Direction, WirePiece
 from headwater.transfer.executor.staging import TorchStaging
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench interpreter").digest())
@@ -45,9 +45,9 @@ class _StillWire:
     in_stages: Final = True
 
     def __init__(self, cache: DeviceCache, layout: KVLayout, direction: Direction) -> None:
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, WirePiece] = {}
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         """Remember how large the piece is."""
         self._pieces[place] = piece
 
@@ -102,7 +102,7 @@ def _there_and_back(
 def _open(store: Store, staging: TorchStaging, layout: KVLayout, num_slots: int) -> TieredCache:
     tier = TierConfig(
         name=_TIER,
-        look_timeout_s=_WAIT_S,
+        probe_timeout_s=_WAIT_S,
         load_timeout_s=_WAIT_S,
         save_timeout_s=_WAIT_S,
         max_queued_bytes=1 << 40,

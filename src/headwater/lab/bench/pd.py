@@ -24,10 +24,10 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.node_auth import Signer, node_called
 from headwater.fleet import Fleet, FleetOptions
-from headwater.lab.bench.client import Client
-from headwater.lab.bench.pd_load import Answer, Replayed, ask, body_of, percentile, plan, prompt_of, replay
+from headwater.lab.bench.client import BenchClient
+from headwater.lab.bench.pd_load import ReplayedPlan, TimedAnswer, ask, body_of, percentile, plan, prompt_of, replay
 from headwater.lab.bench.pd_steady import Steady, measure
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.serve import make_talker
 from headwater.lab.bench.ttft import SHAPES
 from headwater.lab.replay.synthetic import KINDS, Synthetic
@@ -61,7 +61,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PdOptions:
     """What to measure."""
 
     shape: str = "tiny"
@@ -110,12 +110,12 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedBoth:
     """One request to each set-up, and what they answered."""
 
     num_tokens: int
-    mixed: Answer
-    pd: Answer
+    mixed: TimedAnswer
+    pd: TimedAnswer
 
     @property
     def pool_share(self) -> float:
@@ -123,9 +123,9 @@ class Asked:
         return self.pd.pool_s / self.pd.ttft_s
 
 
-def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
+def run(options: PdOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks, for some minutes. Raises HeadwaterError if something does not start or answer."""
-    options = options if options is not None else Options()
+    options = options if options is not None else PdOptions()
     samples = Samples()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-pd-", dir=disk_root())))
@@ -146,7 +146,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
     different = difference(asked, replayed)
     errors = [error for one in replayed.values() for error in one.errors]
     named = {name: getattr(options, name) for name in options.__slots__}
-    return Report(
+    return BenchReport(
         command="bench pd",
         options=named | {name: None if named[name] is None else str(named[name]) for name in ("model", "trace")},
         results={
@@ -170,9 +170,9 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
 # --- alone ------------------------------------------------------------------------------------------------------------
 
 
-def _alone(fleets: dict[str, Fleet], options: Options, samples: Samples, tell: Tell | None) -> list[Asked]:
+def _alone(fleets: dict[str, Fleet], options: PdOptions, samples: Samples, tell: Tell | None) -> list[AskedBoth]:
     """Prompts that nobody has seen, one at a time, at one set-up and at the other, in turns."""
-    found: list[Asked] = []
+    found: list[AskedBoth] = []
     total = options.rounds * len(options.lengths)
     for turn in range(-1, options.rounds):  # the first is to warm up
         for at, num_tokens in enumerate(options.lengths):
@@ -184,12 +184,12 @@ def _alone(fleets: dict[str, Fleet], options: Options, samples: Samples, tell: T
                 for setup in (_SETUPS if turn % 2 else _SETUPS[::-1])
             }
             if turn >= 0:
-                found.append(Asked(num_tokens, answers["mixed"], answers["pd"]))
+                found.append(AskedBoth(num_tokens, answers["mixed"], answers["pd"]))
                 _keep(samples, found[-1])
     return found
 
 
-def _keep(samples: Samples, one: Asked) -> None:
+def _keep(samples: Samples, one: AskedBoth) -> None:
     for setup, answer in (("mixed", one.mixed), ("pd", one.pd)):
         samples.add(f"ttft_{setup}_{one.num_tokens}_ms", answer.ttft_s * 1e3)
         samples.add(f"tpot_{setup}_{one.num_tokens}_ms", (answer.tpot_s or 0.0) * 1e3)
@@ -198,7 +198,7 @@ def _keep(samples: Samples, one: Asked) -> None:
         samples.add(f"{part.removesuffix('_s')}_{one.num_tokens}_ms", seconds * 1e3)
 
 
-def figures_alone(asked: Sequence[Asked]) -> dict[str, Any]:
+def figures_alone(asked: Sequence[AskedBoth]) -> dict[str, Any]:
     """Medians over the long prompts, or over all where none is long; and by length."""
     long = [one for one in asked if one.num_tokens >= LONG_TOKENS] or list(asked)
     lengths = sorted({one.num_tokens for one in asked})
@@ -213,7 +213,7 @@ def figures_alone(asked: Sequence[Asked]) -> dict[str, Any]:
     }
 
 
-def _medians(asked: Sequence[Asked]) -> dict[str, float]:
+def _medians(asked: Sequence[AskedBoth]) -> dict[str, float]:
     median = statistics.median
     return {
         "ttft_mixed_ms": median(one.mixed.ttft_s for one in asked) * 1e3,
@@ -228,7 +228,7 @@ def _medians(asked: Sequence[Asked]) -> dict[str, float]:
 # --- beside loads, and a trace ----------------------------------------------------------------------------------------
 
 
-def _steady(fleet: Fleet, options: Options, asked: Sequence[Asked]) -> Steady:
+def _steady(fleet: Fleet, options: PdOptions, asked: Sequence[AskedBoth]) -> Steady:
     num_tokens = min((length for length in options.lengths if length >= LONG_TOKENS), default=max(options.lengths))
     prefill, decode = fleet.of(Role.PREFILL)[0], fleet.of(Role.DECODE)[0]
     return Steady(
@@ -247,13 +247,13 @@ def _steady(fleet: Fleet, options: Options, asked: Sequence[Asked]) -> Steady:
     )
 
 
-def _trace(options: Options) -> Trace:
+def _trace(options: PdOptions) -> Trace:
     if options.trace is not None:
         return TraceFile(options.trace)
     return Synthetic(options.kind, options.requests, seed=options.seed)
 
 
-def _replay(fleets: dict[str, Fleet], options: Options, tell: Tell | None) -> dict[str, Replayed]:
+def _replay(fleets: dict[str, Fleet], options: PdOptions, tell: Tell | None) -> dict[str, ReplayedPlan]:
     planned = plan(
         _trace(options),
         num_requests=options.requests,
@@ -268,9 +268,9 @@ def _replay(fleets: dict[str, Fleet], options: Options, tell: Tell | None) -> di
     }
 
 
-def difference(asked: Sequence[Asked], replayed: Mapping[str, Replayed]) -> str | None:
+def difference(asked: Sequence[AskedBoth], replayed: Mapping[str, ReplayedPlan]) -> str | None:
     """Where answers are first not the same, or missing; None: nowhere."""
-    pairs: list[tuple[str, Answer | None, Answer | None]] = [
+    pairs: list[tuple[str, TimedAnswer | None, TimedAnswer | None]] = [
         (f"prompt {number} of {one.num_tokens} tokens", one.mixed, one.pd) for number, one in enumerate(asked)
     ]
     for number, both in enumerate(zip(replayed["mixed"].answers, replayed["pd"].answers, strict=True)):
@@ -286,7 +286,7 @@ def difference(asked: Sequence[Asked], replayed: Mapping[str, Replayed]) -> str 
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 
-def _make_model(options: Options, directory: Path) -> Path:
+def _make_model(options: PdOptions, directory: Path) -> Path:
     shape = None
     if options.shape != DEMO:
         named = {name: value for name, value in SHAPES[options.shape].items() if name != "vocab_size"}  # bytes
@@ -313,7 +313,7 @@ def _pool(name: str) -> Iterator[str | None]:
 
 
 def _fleet_options(
-    options: Options, model: Path, pool: str | None, prefill: int, decode: int, mixed: int
+    options: PdOptions, model: Path, pool: str | None, prefill: int, decode: int, mixed: int
 ) -> FleetOptions:
     return FleetOptions(
         prefill=prefill,
@@ -335,7 +335,7 @@ def _bytes_moved(fleet: Fleet) -> dict[str, int]:
     for child in fleet.children.values():
         if child.role is None:
             continue
-        with Client(child.url) as client:
+        with BenchClient(child.url) as client:
             for name, labels, value in client.metrics():
                 if name == "moved_bytes_total" and labels["tier"] == "pool":
                     found["to_pool" if labels["direction"] == "in" else "from_pool"] += int(value)

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.disagg.node_auth import Signer
-from headwater.lab.bench.client import Client
+from headwater.lab.bench.client import BenchClient
 from headwater.lab.bench.report import Tell
-from headwater.lab.replay.trace import Record, Trace
+from headwater.lab.replay.trace import Trace, TraceRecord
 
 COMPLETIONS: Final = "/v1/completions"
 _FIRST_TOKEN, _LAST_TOKEN = 0x20, 0x7E  # of prompts: ASCII to a model of bytes, and somewhere in every vocabulary
@@ -30,7 +30,7 @@ _LOOK_S: Final = 0.1  # between two reports of progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """An answer, when its tokens came, and what it cost by the servers' account."""
 
     text: str
@@ -54,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlannedRequest:
     """A request to make, so many seconds after the first."""
 
     at_s: float
@@ -75,7 +75,7 @@ def body_of(prompt: Sequence[int], *, max_tokens: int, salt: str) -> dict[str, A
     }
 
 
-def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS, signer: Signer | None = None) -> Answer:
+def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS, signer: Signer | None = None) -> TimedAnswer:
     """Ask on a connection of its own, because servers close idle ones, and read the answer to its end.
 
     Blocks. Raises HeadwaterError where there is no answer, or no whole one.
@@ -84,7 +84,7 @@ def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS, signer: S
     first_s: float | None = None
     text, ended, usage = "", False, None
     try:
-        with Client(url, signer) as client:
+        with BenchClient(url, signer) as client:
             for event in client.events(path, body):
                 for choice in event["choices"]:
                     if choice["text"]:
@@ -98,7 +98,7 @@ def ask(url: str, body: Mapping[str, Any], *, path: str = COMPLETIONS, signer: S
     if first_s is None or usage is None or not ended:
         raise HeadwaterError("the stream ended before the answer did")
     own = usage["headwater"]
-    return Answer(
+    return TimedAnswer(
         text=text,
         num_tokens=usage["completion_tokens"],
         prompt_tokens=usage["prompt_tokens"],
@@ -124,7 +124,7 @@ def plan(
     max_prompt: int,
     max_tokens: int,
     rate_per_s: float,
-) -> list[Asked]:
+) -> list[PlannedRequest]:
     """The first requests of a trace, smaller: lengths by `scale` and the limits, times so that the mean rate is right.
 
     Who came together in the trace comes together here. Raises InvalidInput if there is no request.
@@ -138,7 +138,7 @@ def plan(
     stretch = wanted_s / span_s if span_s else 0.0
     block = max(1, round(trace.block_tokens * scale))
     return [
-        Asked(
+        PlannedRequest(
             at_s=(record.timestamp_ms - begin_ms) / 1e3 * stretch,
             prompt=_prompt(record, block, max(1, min(max_prompt, round(record.input_tokens * scale)))),
             max_tokens=max(2, min(max_tokens, round(record.output_tokens * scale))),
@@ -147,7 +147,7 @@ def plan(
     ]
 
 
-def _prompt(record: Record, block_tokens: int, num_tokens: int) -> tuple[int, ...]:
+def _prompt(record: TraceRecord, block_tokens: int, num_tokens: int) -> tuple[int, ...]:
     found: list[int] = []
     for number in record.ids:
         if len(found) >= num_tokens:
@@ -160,10 +160,10 @@ def _prompt(record: Record, block_tokens: int, num_tokens: int) -> tuple[int, ..
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedPlan:
     """What became of a plan: an answer or an error for each request, in its order."""
 
-    answers: Sequence[Answer | None]
+    answers: Sequence[TimedAnswer | None]
     errors: Sequence[str]
     seconds: float
 
@@ -184,14 +184,14 @@ class Replayed:
         }
 
 
-def replay(url: str, asked: Sequence[Asked], *, stage: str, salt: str, tell: Tell | None) -> Replayed:
+def replay(url: str, asked: Sequence[PlannedRequest], *, stage: str, salt: str, tell: Tell | None) -> ReplayedPlan:
     """Make every request at its time, whether or not those before were answered. Blocks until the last answer."""
     errors: list[str] = []
     done = 0
     lock = threading.Lock()
     begin_s = time.perf_counter()
 
-    def one(number: int) -> Answer | None:
+    def one(number: int) -> TimedAnswer | None:
         nonlocal done
         request = asked[number]
         time.sleep(max(0.0, begin_s + request.at_s - time.perf_counter()))
@@ -212,7 +212,7 @@ def replay(url: str, asked: Sequence[Asked], *, stage: str, salt: str, tell: Tel
                 tell(stage, done, len(asked))
             time.sleep(_LOOK_S)
         seconds = time.perf_counter() - begin_s
-    return Replayed([future.result() for future in under_way], errors, seconds)
+    return ReplayedPlan([future.result() for future in under_way], errors, seconds)
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:

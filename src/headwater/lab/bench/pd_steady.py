@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.node_auth import Signer
-from headwater.lab.bench.client import Client
+from headwater.lab.bench.client import BenchClient
 from headwater.lab.bench.pd_load import COMPLETIONS, ask, body_of, prompt_of
 from headwater.lab.bench.report import Samples, Tell
 
@@ -71,7 +71,7 @@ class Stream:
                 prompt = prompt_of(_STREAM_PROMPT, seed=f"stream {self.steady.seed} {self.number} {num_tokens}")
                 body = body_of(prompt, max_tokens=num_tokens, salt="steady")
                 num_tokens = _STREAM_TOKENS
-                with Client(self.steady.router) as client:  # closing it in the middle cancels the request
+                with BenchClient(self.steady.router) as client:  # closing it in the middle cancels the request
                     for event in client.events(COMPLETIONS, body):
                         if event["choices"] and event["choices"][0]["text"]:
                             self.times_s.append(time.perf_counter())
@@ -208,7 +208,7 @@ def _prefilled(steady: Steady, name: str) -> dict[str, Any]:
     """What to ask a decode node: the prompt's ticket, and the client's body."""
     prompt = prompt_of(steady.load_tokens, seed=f"load {name}")
     body = body_of(prompt, max_tokens=_LOAD_TOKENS, salt="steady")
-    with Client(steady.prefill, steady.prefill_signer) as client:
+    with BenchClient(steady.prefill, steady.prefill_signer) as client:
         found = client.post("/pd/prefill", {"endpoint": COMPLETIONS, "body": body})
     return {"endpoint": COMPLETIONS, "ticket": found["ticket"], "body": body}
 

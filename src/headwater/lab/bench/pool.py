@@ -18,14 +18,15 @@ import numpy as np
 
 from headwater.core.errors import HeadwaterError, InvalidConfig, StoreUnavailable
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab.bench.pool_ways import NAMES, Items, NotHere, Way, open_way
 from headwater.lab.bench.pools import IDENTITY, Page, endless
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.residency import bench_lookups
 from headwater.layout.frame import ALIGNMENT, frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.pool.redis import redis_server
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 
@@ -45,7 +46,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PoolOptions:
     """What to measure."""
 
     stores: tuple[str, ...] = NAMES
@@ -83,10 +84,10 @@ class _Frames:
         return self.frame(at)[self._payload_at :]
 
 
-class _Row:
+class _PoolRow:
     """One store, one page size."""
 
-    def __init__(self, way: Way, layout: KVLayout, options: Options, samples: Samples, name: str) -> None:
+    def __init__(self, way: Way, layout: KVLayout, options: PoolOptions, samples: Samples, name: str) -> None:
         self._way = way
         self._layout = layout
         self._batch = options.batch_pages
@@ -139,14 +140,14 @@ class _Row:
                 now_ms=now_ms,
                 deadline=Deadline.after(_CALL_S),
             )
-            if any(status is not PutStatus.STORED for status in statuses):
+            if any(status is not Status.STORED for status in statuses):
                 raise HeadwaterError(f"{self._name} did not store a page: {set(statuses)}")
 
     def _get(self, names: Sequence[PageName]) -> None:
         for at in range(0, len(names), self._batch):
             wanted = [(name, self._target.frame(at + i)) for i, name in enumerate(names[at : at + self._batch])]
             statuses = self._reader.get_into(wanted, deadline=Deadline.after(_CALL_S))
-            if any(status is not GetStatus.HIT for status in statuses):
+            if any(status is not Status.HIT for status in statuses):
                 raise HeadwaterError(f"{self._name} did not give a page back: {set(statuses)}")
 
     def _in_batches(self, call: Callable[[Items], None], items: Items) -> None:
@@ -206,7 +207,7 @@ class _Row:
         return found
 
 
-def run(options: Options, *, tell: Tell | None = None) -> Report:
+def run(options: PoolOptions, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes; starts servers on loopback and ends them. Raises HeadwaterError."""
     samples = Samples()
     rows: list[dict[str, Any]] = []
@@ -218,7 +219,7 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
             rows.append({"store": name, "page_kib": kib, **_measure(name, kib, options, samples)})
     if tell is not None:
         tell("residency", total - 1, total)
-    return Report(
+    return BenchReport(
         command="bench pool",
         options={name: getattr(options, name) for name in options.__slots__},
         results={"rows": rows, **_lookups()},
@@ -227,12 +228,12 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
     )
 
 
-def _measure(name: str, kib: int, options: Options, samples: Samples) -> dict[str, Any]:
+def _measure(name: str, kib: int, options: PoolOptions, samples: Samples) -> dict[str, Any]:
     layout = opaque_layout([kib * 1024 // _NUM_PLANES] * _NUM_PLANES, block_tokens=64)
     num_bytes = max(options.round_mib << 20, options.batch_pages * layout.page_bytes)
     try:
         with open_way(name, 3 * num_bytes + (64 << 20)) as way:
-            row = _Row(way, layout, options, samples, f"{name}_{kib}")
+            row = _PoolRow(way, layout, options, samples, f"{name}_{kib}")
             for number in range(-1, options.rounds):
                 row.take(number)
             return row.figures()

@@ -35,7 +35,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class BenchReport:
     """One run of one benchmark. `results` are the figures, `notes` say what those mean that a name cannot say."""
 
     command: str

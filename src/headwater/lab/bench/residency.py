@@ -7,7 +7,7 @@ from statistics import median
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
-from headwater.residency.events import Applied, Change, Kind, State, Update
+from headwater.residency.events import Applied, Change, State, Update, UpdateKind
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
 from headwater.storage.redis.lines import RedisError, RedisLines
@@ -77,8 +77,8 @@ def _say(index: RedisResidency, node: str, paths: list[list[BlockKey]], state: S
     keys = [key for path in paths for key in path]
     slices = [keys[at : at + _SLICE_BLOCKS] for at in range(0, len(keys), _SLICE_BLOCKS)]
     for number, row in enumerate(slices, 1):
-        _apply(index, _update(node, number, Kind.BEGIN if number == 1 else Kind.CHANGE, row, state))
-    _apply(index, _update(node, len(slices) + 1, Kind.END, [], state))
+        _apply(index, _update(node, number, UpdateKind.BEGIN if number == 1 else UpdateKind.CHANGE, row, state))
+    _apply(index, _update(node, len(slices) + 1, UpdateKind.END, [], state))
 
 
 def _clear(url: str, prefix: str, paths: list[list[BlockKey]]) -> None:
@@ -101,6 +101,6 @@ def _apply(index: RedisResidency, update: Update) -> None:
         raise HeadwaterError(f"the residency index did not take an update in: {answer}")
 
 
-def _update(node: str, sequence: int, kind: Kind, keys: list[BlockKey], state: State) -> Update:
+def _update(node: str, sequence: int, kind: UpdateKind, keys: list[BlockKey], state: State) -> Update:
     changes = (Change(parent=BlockKey(bytes(32)), depth=0, keys=tuple(keys), state=state),) if keys else ()
     return Update(node=node, epoch=1, sequence=sequence, round=1, kind=kind, lease_s=120.0, changes=changes)

@@ -39,8 +39,8 @@ except ModuleNotFoundError as error:
 
 from headwater.engine.checkpoint import SINGLE
 from headwater.engine.make_model import make_model
-from headwater.lab.bench.client import Client
-from headwater.lab.bench.report import Report, Tell
+from headwater.lab.bench.client import BenchClient
+from headwater.lab.bench.report import BenchReport, Tell
 from headwater.storage.scratch import disk_root, memory_root
 
 # The command, and not its functions: what is measured is what users run. -P: nothing from where we happen to stand.
@@ -73,7 +73,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServeOptions:
     """What to measure."""
 
     conversations: int = 8
@@ -93,7 +93,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class BenchTurn:
     """An answer, what it cost by the server's account, and when it began."""
 
     text: str
@@ -118,16 +118,16 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServerLoad:
     """What became of all conversations at one server."""
 
-    conversations: Sequence[Sequence[Turn]]
+    conversations: Sequence[Sequence[BenchTurn]]
     errors: Sequence[str]
     seconds: float
     metrics_tokens: int  # prompt tokens computed, by /metrics
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[BenchTurn]:
         """All of them."""
         return [turn for turns in self.conversations for turn in turns]
 
@@ -153,10 +153,10 @@ class Load:
         }
 
 
-def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
+def run(options: ServeOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks, for a minute or so on the tiny model. Raises HeadwaterError if a server does not start."""
-    options = options if options is not None else Options()
-    loads: dict[str, Load] = {}
+    options = options if options is not None else ServeOptions()
+    loads: dict[str, ServerLoad] = {}
     with ExitStack() as stack:
         disk, memory = (
             Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-serve-", dir=root)))
@@ -187,7 +187,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
         "errors": [*on.errors, *off.errors],
     }
     named = {name: getattr(options, name) for name in options.__slots__}
-    return Report(
+    return BenchReport(
         command="bench serve",
         options=named | {"model": None if options.model is None else str(options.model)},
         results=verdict | results,
@@ -206,7 +206,7 @@ def make_talker(directory: Path, *, seed: int, shape: Mapping[str, object] | Non
     save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
 
 
-def difference(on: Load, off: Load, *, num_turns: int) -> str | None:
+def difference(on: ServerLoad, off: ServerLoad, *, num_turns: int) -> str | None:
     """Where answers are first not the same, or missing; None: nowhere."""
     for number, (ours, theirs) in enumerate(zip(on.conversations, off.conversations, strict=True)):
         for turn in range(num_turns):
@@ -253,10 +253,10 @@ def _address(process: subprocess.Popen[str], log: Path) -> str:
 # --- the clients ------------------------------------------------------------------------------------------------------
 
 
-class _Client(Client):
+class _Client(BenchClient):
     """Asks for messages, and for what was computed."""
 
-    def ask(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> Turn:
+    def ask(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> BenchTurn:
         """The next message of a conversation. Raises HeadwaterError, OSError, HTTPException where there is none."""
         body = {
             "messages": messages,
@@ -277,7 +277,7 @@ class _Client(Client):
             usage = event["usage"] or usage
         if first_s is None or finish_reason is None or usage is None:
             raise HeadwaterError("the stream ended before the answer did")
-        return Turn(
+        return BenchTurn(
             text=text,
             finish_reason=finish_reason,
             prompt_tokens=usage["prompt_tokens"],
@@ -298,14 +298,14 @@ class _Client(Client):
         return prompts, prompts - hits
 
 
-def _load(url: str, mode: str, options: Options, tell: Tell | None) -> Load:
+def _load(url: str, mode: str, options: ServeOptions, tell: Tell | None) -> ServerLoad:
     """Hold all conversations at once, a thread for each."""
     system, questions = _script(options)
-    heard: queue.SimpleQueue[Turn | str | None] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[BenchTurn | str | None] = queue.SimpleQueue()
     stage = {"on": "with the cache", "off": "without"}[mode]
 
-    def converse(number: int) -> list[Turn]:
-        turns: list[Turn] = []
+    def converse(number: int) -> list[BenchTurn]:
+        turns: list[BenchTurn] = []
         messages = [{"role": "system", "content": system}]
         try:
             with _Client(url) as client:
@@ -333,14 +333,14 @@ def _load(url: str, mode: str, options: Options, tell: Tell | None) -> Load:
                 tell(stage, num_turns, options.conversations * options.turns)
             news = heard.get()
             num_left -= news is None
-            num_turns += isinstance(news, Turn)
+            num_turns += isinstance(news, BenchTurn)
             if isinstance(news, str):
                 errors.append(news)
         seconds = time.perf_counter() - begin_s
     conversations = [future.result() for future in under_way]
     prompts = sum(turn.prompt_tokens for turns in conversations for turn in turns)
     after = _settled(url, before[0] + prompts)
-    return Load(conversations=conversations, errors=errors, seconds=seconds, metrics_tokens=after[1] - before[1])
+    return ServerLoad(conversations=conversations, errors=errors, seconds=seconds, metrics_tokens=after[1] - before[1])
 
 
 def _settled(url: str, prompt_tokens: int) -> tuple[int, int]:
@@ -352,7 +352,7 @@ def _settled(url: str, prompt_tokens: int) -> tuple[int, int]:
     return found
 
 
-def _script(options: Options) -> tuple[str, list[list[str]]]:
+def _script(options: ServeOptions) -> tuple[str, list[list[str]]]:
     """The system prompt, and what each conversation's user says, turn by turn. Follows from the seed."""
     chance = random.Random(options.seed)  # noqa: S311  no secret
 

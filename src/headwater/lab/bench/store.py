@@ -25,22 +25,23 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.page import PageName, page_name
+from headwater.core.results import Status
 from headwater.lab.bench.contenders import (
     CALL_S,
-    Contender,
     FilePerBlock,
     Ours,
     PlainFile,
     SealThenPut,
+    StoreContender,
     evict,
     require,
     sync,
 )
 from headwater.lab.bench.pools import IDENTITY, Page, Pool, endless, memcpy_gbs, seal_all
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root, num_slots
 from headwater.storage.verified import VerifiedStore
@@ -94,7 +95,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class StoreOptions:
     """How much to measure. Directories are where temporary ones are made; None picks tmpfs and a disk."""
 
     directory: Path | None = None
@@ -116,7 +117,7 @@ class Options:
             raise InvalidConfig(f"--live-mib and --pool-mib must hold {2 * BATCH_PAGES} pages of {self.page_kib} KiB")
 
 
-def run(options: Options, *, tell: Tell | None = None) -> Report:
+def run(options: StoreOptions, *, tell: Tell | None = None) -> BenchReport:
     """Measure all of it. Blocks for `seconds` and what building takes; removes what it made. Raises HeadwaterError."""
     samples = Samples()
     memory = options.directory or memory_root((4 * options.live_mib << 20) + (64 << 20))
@@ -138,7 +139,7 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
             if f"{name}{call}_gbs" in results:
                 results[f"{name}{call}_ratio"] = results[f"{name}{call}_gbs"] / results["memcpy_gbs"]
     results["cold_read_slowdown"] = results["cached_plain_read_gbs"] / results["disk_plain_read_gbs"]
-    return Report(
+    return BenchReport(
         command="bench store",
         options={name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
         results={**results, **facts},
@@ -170,7 +171,7 @@ class Churn:
         seal_all(pages, self._source.layout)
         return [pages[i : i + BATCH_PAGES] for i in range(0, len(pages), BATCH_PAGES)]
 
-    def live_pages(self, contenders: Sequence[Contender], num_pages: int) -> list[list[tuple[PageName, int]]]:
+    def live_pages(self, contenders: Sequence[StoreContender], num_pages: int) -> list[list[tuple[PageName, int]]]:
         """Batches of random pages that all of them hold, none twice, each with the target's frame it goes to."""
         names = list(self._origin)
         answers = zip(*(contender.held(names) for contender in contenders), strict=True)
@@ -181,7 +182,7 @@ class Churn:
         pages = [(live[name], place) for name, place in zip(chosen, places, strict=True)]
         return [pages[i : i + BATCH_PAGES] for i in range(0, len(pages), BATCH_PAGES)]
 
-    def read_s(self, contender: Contender, batches: list[list[tuple[PageName, int]]]) -> float:
+    def read_s(self, contender: StoreContender, batches: list[list[tuple[PageName, int]]]) -> float:
         """Seconds to get these pages. Some are compared byte for byte: raises StoreDamaged."""
         looked_at = [page for batch in batches for page in batch][-_SPOT_CHECKS:]
         for _, place in looked_at:
@@ -197,7 +198,7 @@ class Churn:
         return taken_s
 
 
-def _churn(options: Options, memory: Path, disk: Path, samples: Samples, tell: Tell | None) -> dict[str, Any]:
+def _churn(options: StoreOptions, memory: Path, disk: Path, samples: Samples, tell: Tell | None) -> dict[str, Any]:
     """Rounds until the time is over. Return what is not a figure of rounds."""
     page_bytes = options.page_kib << 10
     layout = opaque_layout([page_bytes // _NUM_PLANES] * _NUM_PLANES, _BLOCK_TOKENS)
@@ -241,7 +242,7 @@ def _churn(options: Options, memory: Path, disk: Path, samples: Samples, tell: T
 @contextmanager
 def _contenders(
     source: Pool, churn: Churn, live_pages: int, in_memory: Path, on_disk: Path, tell: Tell | None
-) -> Iterator[list[tuple[str, Contender]]]:
+) -> Iterator[list[tuple[str, StoreContender]]]:
     """Open every contender, each in a room of its own, and fill it, so that from here on each put evicts."""
     layout = source.layout
     limit_bytes = limit_for(frame_bytes=source.frame_bytes, num_pages=live_pages)
@@ -255,7 +256,7 @@ def _contenders(
             stack.enter_context(PlainFile(on_disk / name, layout, max_pages=live_pages, digests=name == "digested"))
             for name in ("plain", "digested")
         )
-        contenders: list[tuple[str, Contender]] = [
+        contenders: list[tuple[str, StoreContender]] = [
             ("", Ours(fast, layout)),
             ("put_", SealThenPut(whole, layout)),
             ("files_", FilePerBlock(in_memory / "files", layout, max_pages=live_pages)),
@@ -279,7 +280,7 @@ def _contenders(
 
 
 def _round(
-    churn: Churn, contenders: Sequence[tuple[str, Contender]], num_pages: int, page_bytes: int, samples: Samples
+    churn: Churn, contenders: Sequence[tuple[str, StoreContender]], num_pages: int, page_bytes: int, samples: Samples
 ) -> float:
     """Everyone writes the same pages, then everyone reads the same. Return how much of a file was still cached."""
     new = churn.new_pages(num_pages)
@@ -355,7 +356,7 @@ def _reopen(path: Path, *, num_entries: int, samples: Samples, tell: Tell | None
             answer = verified.get_into([(names[number], pool.frame(0))], deadline=Deadline.after(CALL_S))
             # The first time after it was made is told apart: a median would hide what only that one costs.
             samples.add("reopen_s" if done else "reopen_first_s", time.perf_counter() - begin_s)
-            require(answer, GetStatus.HIT)
+            require(answer, Status.HIT)
             if pool.payload(0) != _small_payload(number):
                 raise StoreDamaged("a reopened store gave back wrong bytes")
             if store.metrics.events("local_rebuilt"):
@@ -373,7 +374,7 @@ def _build(store: LocalStore, pool: Pool, num_entries: int, tell: Tell | None) -
             pages.append((meta, pool.frame(place)))
         seal_all(pages, _SMALL)
         batch = [(meta.name, frame) for meta, frame in pages]
-        require(store.put(batch, deadline=Deadline.after(CALL_S)), PutStatus.STORED)
+        require(store.put(batch, deadline=Deadline.after(CALL_S)), Status.STORED)
         names += [name for name, _ in batch]
         if tell is not None:
             tell(f"storing {num_entries:,} pages", len(names), num_entries)

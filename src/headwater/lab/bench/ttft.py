@@ -28,7 +28,7 @@ from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.make_model import random_model
 from headwater.engine.models.base import Model, Span
 from headwater.engine.request import Output, Request, Sampling, Usage
-from headwater.lab.bench.report import Report, Samples, Tell
+from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Store
 from headwater.storage.scratch import disk_root, limit_for, memory_root
@@ -86,7 +86,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TtftOptions:
     """What to measure."""
 
     shape: str = "tiny"
@@ -108,7 +108,7 @@ class Options:
             raise InvalidConfig("at least two rounds: in the first one everything is new")
 
 
-class _Server:
+class _TtftServer:
     """One engine; asks it one prompt at a time."""
 
     def __init__(self, engine: Engine) -> None:
@@ -144,7 +144,7 @@ class _Server:
 
 
 @contextmanager
-def _serving(model: Model, stores: dict[str, Store], options: Options, num_tokens: int) -> Iterator[_Server]:
+def _serving(model: Model, stores: dict[str, Store], options: TtftOptions, num_tokens: int) -> Iterator[_TtftServer]:
     num_blocks = -(-num_tokens // model.block_tokens) + 2
     config = CacheConfig(
         num_slots=num_blocks,
@@ -163,12 +163,12 @@ def _serving(model: Model, stores: dict[str, Store], options: Options, num_token
         )
         connector = Connector(cache, model.identity)
         engine = Engine(model, planes, connector, EngineConfig(step_tokens=options.step_tokens))
-        yield _Server(stack.enter_context(engine))
+        yield _TtftServer(stack.enter_context(engine))
 
 
-def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
+def run(options: TtftOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes on a large shape."""
-    options = options if options is not None else Options()
+    options = options if options is not None else TtftOptions()
     model = random_model(
         {**COMMON, **SHAPES[options.shape]},
         name=options.shape,
@@ -189,7 +189,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
             if tell is not None:
                 tell("overhead", len(options.lengths), len(options.lengths) + 1)
             overhead = _measure_overhead(model, places, options, samples)
-    return Report(
+    return BenchReport(
         command="bench ttft",
         options={name: getattr(options, name) for name in options.__slots__},
         results={"lengths": lengths, **overhead},
@@ -199,7 +199,7 @@ def run(options: Options | None = None, *, tell: Tell | None = None) -> Report:
 
 
 def _measure_length(
-    model: Model, num_tokens: int, places: dict[str, Path], options: Options, samples: Samples
+    model: Model, num_tokens: int, places: dict[str, Path], options: TtftOptions, samples: Samples
 ) -> dict[str, Any]:
     prompts = [_prompt(model, num_tokens, seed) for seed in (1, 2)]
     row: dict[str, Any] = {"tokens": num_tokens}
@@ -235,14 +235,14 @@ def _measure_length(
     return row
 
 
-def _take(server: _Server, prompt: list[int], name: str, samples: Samples) -> Usage:
+def _take(server: _TtftServer, prompt: list[int], name: str, samples: Samples) -> Usage:
     time.sleep(_PAUSE_S)
     (usage,) = server.ask(prompt)
     samples.add(name, (usage.ttft_s or 0.0) * 1e3)
     return usage
 
 
-def _measure_overhead(model: Model, places: dict[str, Path], options: Options, samples: Samples) -> dict[str, Any]:
+def _measure_overhead(model: Model, places: dict[str, Path], options: TtftOptions, samples: Samples) -> dict[str, Any]:
     num_tokens = options.pair_tokens
     limit = limit_for(frame_bytes=frame_bytes(model.layout.plane_bytes), num_pages=64)
     with ExitStack() as stack:

@@ -21,10 +21,10 @@ from typing import Any, Final
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.make_model import make_model
 from headwater.lab.bench.pool_ways import NotHere
-from headwater.lab.bench.report import Report, Samples, Tell
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed, start_worker
+from headwater.lab.bench.report import BenchReport, Samples, Tell
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed, start_worker
 from headwater.lab.bench.vllm_contenders import NAMES, OURS, PLAIN, open_contender, require_vllm
-from headwater.lab.bench.vllm_figures import Course, length_figures, overhead_figures
+from headwater.lab.bench.vllm_figures import ContenderCourse, length_figures, overhead_figures
 from headwater.lab.bench.vllm_models import SHAPES, family_of
 
 COLD: Final = "cold"
@@ -53,7 +53,7 @@ _NOTES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class VllmOptions:
     """What to measure."""
 
     python: str = sys.executable
@@ -94,7 +94,7 @@ class Options:
 class _Field:
     """The engines that are up, and what is known of them."""
 
-    workers: dict[str, Worker]
+    workers: dict[str, EngineProcess]
     absent: dict[str, str] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class _Field:
             worker.close()
 
 
-def run(options: Options, *, tell: Tell | None = None) -> Report:
+def run(options: VllmOptions, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes; starts engines and servers on loopback and ends them. Raises HeadwaterError."""
     require_vllm(options.python)
     say = tell if tell is not None else _silent
@@ -131,7 +131,7 @@ def run(options: Options, *, tell: Tell | None = None) -> Report:
                 num_unequal += course.num_unequal
         say("overhead", num_stages - 1, num_stages)
         results |= _measure_overhead(engines, options, samples)
-    return Report(
+    return BenchReport(
         command="bench vllm",
         options={name: getattr(options, name) for name in options.__slots__} | {"lmcache": str(options.lmcache)},
         results={
@@ -150,7 +150,7 @@ def _silent(stage: str, done: int, total: int) -> None:
     """Tell nobody."""
 
 
-def _start(options: Options, directory: Path, stack: ExitStack) -> _Field:
+def _start(options: VllmOptions, directory: Path, stack: ExitStack) -> _Field:
     """All engines, at once: most of it is imports."""
     make_model(family_of(options.shape), directory / "model", overrides=SHAPES[options.shape])
     engine = {
@@ -186,10 +186,10 @@ def _start(options: Options, directory: Path, stack: ExitStack) -> _Field:
     return engines
 
 
-def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[str, Course]:
+def _measure_length(engines: _Field, num_tokens: int, options: VllmOptions) -> dict[str, ContenderCourse]:
     shared = prompt_of("shared", num_tokens)
     prompts = [shared + prompt_of(f"tail {at}", _TAIL_TOKENS) for at in range(_NUM_TAILS)]
-    courses = {COLD: Course(), LOCAL: Course()}
+    courses = {COLD: ContenderCourse(), LOCAL: ContenderCourse()}
     plain = engines.workers[PLAIN]
     right: list[list[int]] = []
     for at, prompt in enumerate(prompts):
@@ -198,7 +198,7 @@ def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[
         courses[COLD].ttft_s[at] = answer["ttft_s"]
         right.append(answer["tokens"])
 
-    def guarded(name: str, work: Callable[[Worker], None]) -> None:
+    def guarded(name: str, work: Callable[[EngineProcess], None]) -> None:
         try:
             work(engines.workers[name])
         except WorkerFailed as error:
@@ -206,7 +206,7 @@ def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[
             courses.pop(name, None)
 
     for name in [other for other in engines.workers if other != PLAIN]:
-        courses[name] = Course()
+        courses[name] = ContenderCourse()
         guarded(name, lambda worker: _fill(worker, prompts[0]))
     for number in range(-1, options.rounds):  # the first one warms up
         order = list(engines.workers)
@@ -214,7 +214,7 @@ def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[
         for name in order[first:] + order[:first]:
             at = number % _NUM_TAILS
 
-            def take(worker: Worker, at: int = at, number: int = number) -> None:
+            def take(worker: EngineProcess, at: int = at, number: int = number) -> None:
                 course = courses[LOCAL if worker.name == PLAIN else worker.name]
                 _take(worker, prompts[at], right[at], course, number=number, num_tokens=num_tokens)
 
@@ -222,12 +222,14 @@ def _measure_length(engines: _Field, num_tokens: int, options: Options) -> dict[
     return courses
 
 
-def _fill(worker: Worker, prompt: list[int]) -> None:
+def _fill(worker: EngineProcess, prompt: list[int]) -> None:
     _ask(worker, prompt)
     _empty(worker)
 
 
-def _take(worker: Worker, prompt: list[int], right: list[int], course: Course, *, number: int, num_tokens: int) -> None:
+def _take(
+    worker: EngineProcess, prompt: list[int], right: list[int], course: ContenderCourse, *, number: int, num_tokens: int
+) -> None:
     """One sample: of the local cache where there is no connector, else of the connector."""
     local = worker.name == PLAIN
     if not local:
@@ -243,7 +245,7 @@ def _take(worker: Worker, prompt: list[int], right: list[int], course: Course, *
         course.num_discarded += 1
 
 
-def _measure_overhead(engines: _Field, options: Options, samples: Samples) -> dict[str, float]:
+def _measure_overhead(engines: _Field, options: VllmOptions, samples: Samples) -> dict[str, float]:
     """Prompts that nobody has seen, both engines the same ones, in turns."""
     if OURS not in engines.workers or not options.pairs:
         return {}
@@ -262,7 +264,7 @@ def _measure_overhead(engines: _Field, options: Options, samples: Samples) -> di
     return overhead_figures(taken["off"], taken["on"])
 
 
-def _ask(worker: Worker, prompt: list[int]) -> dict[str, Any]:
+def _ask(worker: EngineProcess, prompt: list[int]) -> dict[str, Any]:
     """Compute, and let everything that it began come to an end."""
     time.sleep(_PAUSE_S)
     answer = worker.ask("generate", timeout_s=_ANSWER_S, prompt=prompt, max_tokens=_CHECK_TOKENS)
@@ -270,7 +272,7 @@ def _ask(worker: Worker, prompt: list[int]) -> dict[str, Any]:
     return answer
 
 
-def _empty(worker: Worker) -> None:
+def _empty(worker: EngineProcess) -> None:
     """Empty vLLM's own prefix cache. It refuses while somebody still holds blocks. Raises WorkerFailed."""
     for _ in range(_RESETS):
         if worker.ask("reset", timeout_s=_ANSWER_S)["reset"]:

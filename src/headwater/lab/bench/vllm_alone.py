@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.lab.bench.pool_ways import NotHere
-from headwater.lab.bench.report import Report, Tell
+from headwater.lab.bench.report import BenchReport, Tell
 from headwater.lab.bench.vllm import prompt_of
 from headwater.lab.bench.vllm_client import WorkerFailed, start_worker
 from headwater.lab.bench.vllm_contenders import OURS, PLAIN, THREADS, open_contender, require_vllm
 from headwater.lab.bench.vllm_models import digest_model, prepare_model
-from headwater.lab.bench.vllm_stages import NAMES, Measured, Options, Run, TimeOver
+from headwater.lab.bench.vllm_stages import NAMES, ContenderRun, Measured, StageOptions, TimeOver
 from headwater.lab.bench.vllm_table import ratios_of, summary_of, table_of
 from headwater.storage.scratch import memory_root
 
@@ -70,7 +70,7 @@ class _Time:
         return now_s + (self.until_s - now_s - self.num_later * start_s) / (self.num_later + 1)
 
 
-def run(options: Options, *, tell: Tell | None = None, keep: Keep | None = None) -> Report:
+def run(options: StageOptions, *, tell: Tell | None = None, keep: Keep | None = None) -> BenchReport:
     """Measure. Blocks for minutes; engines are started one after another, and end. Raises HeadwaterError.
 
     `keep` is called with a name and plain values whenever something more was measured.
@@ -104,7 +104,7 @@ def run(options: Options, *, tell: Tell | None = None, keep: Keep | None = None)
         if name != PLAIN:
             _compare(one, plain)
     summaries = {name: summary_of(one.found) for name, one in measured.items()}
-    return Report(
+    return BenchReport(
         command="bench vllm",
         options={name: _plain(getattr(options, name)) for name in options.__slots__},
         results={
@@ -120,7 +120,7 @@ def run(options: Options, *, tell: Tell | None = None, keep: Keep | None = None)
     )
 
 
-def _model(options: Options, stack: ExitStack, about: dict[str, Any]) -> Path:
+def _model(options: StageOptions, stack: ExitStack, about: dict[str, Any]) -> Path:
     """The model's directory, with its files, whose digest our connector will find known."""
     models = options.models
     if models is None:
@@ -139,7 +139,7 @@ def _model(options: Options, stack: ExitStack, about: dict[str, Any]) -> Path:
 
 def _contend(
     one: Measured,
-    options: Options,
+    options: StageOptions,
     model: Path,
     logs: Path,
     keep: Callable[[], None],
@@ -175,7 +175,7 @@ def _contend(
                 "engine_start_s": up["engine_start_s"],
                 "about": {name: up[name] for name in _ABOUT},
             }
-            played = Run(worker, options, limits.share())
+            played = ContenderRun(worker, options, limits.share())
             first = played.one(prompt_of("first", _FIRST_TOKENS), _FIRST_ANSWER)
             one.found["first_ms"] = first["seconds"] * 1e3
             keep()
@@ -185,7 +185,7 @@ def _contend(
             worker.close()
 
 
-def _play(played: Run, one: Measured, options: Options, keep: Callable[[], None]) -> None:
+def _play(played: ContenderRun, one: Measured, options: StageOptions, keep: Callable[[], None]) -> None:
     """All stages, the ones that matter most first; those that do not fit are named."""
     stages: dict[str, Callable[[], None]] = {}
     for num_tokens in options.lengths:

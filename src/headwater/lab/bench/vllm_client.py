@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import headwater
 from headwater.core.errors import HeadwaterError
-from headwater.lab.bench.vllm_contenders import Contender, last_line
+from headwater.lab.bench.vllm_contenders import VllmContender, last_line
 
 SOURCES: Final = str(Path(headwater.__file__).parent.parent)
 _STOP_S: Final = 10.0
@@ -33,7 +33,7 @@ def worker_command(
     return [python, "-c", start, json.dumps(setup)]
 
 
-class Worker:
+class EngineProcess:
     """One engine in one process. Not for several threads."""
 
     def __init__(self, name: str, command: Sequence[str], *, settings: Mapping[str, str], log: Path) -> None:
@@ -106,7 +106,7 @@ class Worker:
 
 
 def start_worker(
-    contender: Contender,
+    contender: VllmContender,
     *,
     python: str,
     setup: Mapping[str, Any],
@@ -114,12 +114,12 @@ def start_worker(
     log: Path,
     module: str = "headwater.lab.bench.vllm_worker",
     device: str = "cpu",
-) -> Worker:
-    """Begin to start an engine; `Worker.wait_up` waits for it. `module`: what is served."""
+) -> EngineProcess:
+    """Begin to start an engine; `EngineProcess.wait_up` waits for it. `module`: what is served."""
     whole = {**setup, "transfer": contender.transfer, "odd_objects": contender.odd_objects, "packed": contender.packed}
     settings = engine_settings(device, threads=threads, kv_gib=int(setup["kv_gib"])) | dict(contender.settings)
     command = worker_command(python, contender.paths, whole, module=module)
-    return Worker(contender.name, command, settings=settings, log=log)
+    return EngineProcess(contender.name, command, settings=settings, log=log)
 
 
 def engine_settings(device: str, *, threads: int = 1, kv_gib: int = 1) -> dict[str, str]:

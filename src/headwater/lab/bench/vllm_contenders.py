@@ -37,7 +37,7 @@ _CHUNK_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class VllmContender:
     """How one engine is started. `transfer` is what `--kv-transfer-config` takes."""
 
     name: str
@@ -57,18 +57,18 @@ def open_contender(
     room_bytes: int,
     device: str = "cpu",
     ours: Mapping[str, Any] | None = None,
-) -> Iterator[Contender]:
+) -> Iterator[VllmContender]:
     """One contender, with its servers and its files. Blocks until they are up. Raises NotHere.
 
     `ours`: more options of our connector, or others.
     """
     on_gpu = device == "cuda"
     if name == PLAIN:
-        yield Contender(name=name)
+        yield VllmContender(name=name)
     elif name == "offloading":
         spec = {"spec_name": "MemcpyOffloadingSpec", "spec_module_path": "headwater.lab.bench.vllm_memcpy"}
         transfer = _transfer("OffloadingConnector", {"cpu_bytes_to_use": room_bytes, **({} if on_gpu else spec)})
-        yield Contender(name=name, transfer=transfer)
+        yield VllmContender(name=name, transfer=transfer)
     elif name in (OURS, SYNC, THREADS):
         with _scratch(memory_root(room_bytes)) as host, _scratch(disk_root()) as disk:
             extra = {"host_directory": f"{host}/store", "host_bytes": room_bytes}
@@ -76,7 +76,7 @@ def open_contender(
             extra |= {"load": "sync"} if name == SYNC else {}
             extra |= {"executor": "threads"} if name == THREADS else {}
             transfer = _transfer("HeadwaterConnector", extra | dict(ours or {}), module="headwater.integrations.vllm")
-            yield Contender(name=name, transfer=transfer)
+            yield VllmContender(name=name, transfer=transfer)
     elif on_gpu:
         yield _lmcache_inside(name, where=lmcache, room_bytes=room_bytes)
     else:
@@ -93,7 +93,7 @@ def _transfer(connector: str, extra: Mapping[str, Any], *, module: str | None = 
     return found if module is None else {**found, "kv_connector_module_path": module}
 
 
-def _lmcache_inside(name: str, *, where: Path, room_bytes: int) -> Contender:
+def _lmcache_inside(name: str, *, where: Path, room_bytes: int) -> VllmContender:
     """LMCache in the engine's process, as on GPUs. Of 0.5.3's ways to copy only one addresses vLLM's packed K and V."""
     if name != "lmcache":
         raise NotHere(f"{name} is a way of LMCache's server, which is for CPUs here")
@@ -108,11 +108,11 @@ def _lmcache_inside(name: str, *, where: Path, room_bytes: int) -> Contender:
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(-(-room_bytes // (1 << 30))),
         "VLLM_KV_CACHE_LAYOUT": "LBNHC",
     }
-    return Contender(name=name, transfer=_transfer("LMCacheConnectorV1", {}), packed=True, settings=settings)
+    return VllmContender(name=name, transfer=_transfer("LMCacheConnectorV1", {}), packed=True, settings=settings)
 
 
 @contextmanager
-def _lmcache(name: str, *, python: str, where: Path, room_bytes: int) -> Iterator[Contender]:
+def _lmcache(name: str, *, python: str, where: Path, room_bytes: int) -> Iterator[VllmContender]:
     """LMCache with its server: its own default, which sends pages through a socket, or over shared memory."""
     if not (where / "lmcache").is_dir():
         raise NotHere(f"LMCache is not in {where}: `make vllm-peers` puts it there")
@@ -135,7 +135,7 @@ def _lmcache(name: str, *, python: str, where: Path, room_bytes: int) -> Iterato
                     raise NotHere(f"LMCache's server does not start: {last_line(log)}")
                 time.sleep(_POLL_S)
             reach = {"host": f"tcp://{LOOPBACK}", "port": port, "mp_transfer_mode": "engine_driven"}
-            yield Contender(
+            yield VllmContender(
                 name=name,
                 transfer=_transfer("LMCacheMPConnector", {f"lmcache.mp.{key}": value for key, value in reach.items()}),
                 paths=(str(where.resolve()),),

@@ -14,7 +14,7 @@ ByRound = Mapping[int, float]
 
 
 @dataclass(slots=True)
-class Course:
+class ContenderCourse:
     """What one contender did over one length: seconds by round, what did not count, wrong tokens."""
 
     ttft_s: dict[int, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def differences(of: ByRound, base: ByRound) -> list[float]:
     return [seconds - base[number] for number, seconds in sorted(of.items()) if number in base]
 
 
-def length_figures(num_tokens: int, courses: Mapping[str, Course], *, local: str, ours: str) -> dict[str, Any]:
+def length_figures(num_tokens: int, courses: Mapping[str, ContenderCourse], *, local: str, ours: str) -> dict[str, Any]:
     """The figures of one length, in ms: medians, costs above a local hit, and ours against each of the others."""
     found: dict[str, Any] = {}
     for name, course in courses.items():

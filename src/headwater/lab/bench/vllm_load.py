@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from headwater.lab.bench import vllm_worker
-from headwater.lab.bench.vllm_worker import Engine
+from headwater.lab.bench.vllm_worker import VllmEngine
 
 _SHORT: Final = 8  # tokens of a prompt whose steps let vLLM hear its connector
 _PAUSE_S: Final = 0.02
 
 
-class LoadedEngine(Engine):
+class LoadedEngine(VllmEngine):
     """The same engine, with more than one request at a time."""
 
     def empty(self, rest_s: float, within_s: float) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class LoadedEngine(Engine):
 
         Without running requests it ends with the last prompt; with them, when they have ended.
         """
-        course = _Course(self, give_up_s)
+        course = _LoadCourse(self, give_up_s)
         external = self._external()
         course.play(collections.deque(prompts), running, width=width, lengths=(max_tokens, running_tokens))
         end_s = course.end_s if course.end_s is not None else time.perf_counter()
@@ -62,7 +62,7 @@ class LoadedEngine(Engine):
         }
 
 
-class _Course:
+class _LoadCourse:
     """One `stream`: who runs, who came, when."""
 
     def __init__(self, engine: LoadedEngine, give_up_s: float) -> None:

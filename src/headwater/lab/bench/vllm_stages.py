@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab.bench.vllm import prompt_of
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed
 from headwater.lab.bench.vllm_contenders import OURS, PLAIN, THREADS
 from headwater.lab.bench.vllm_models import SHAPES
 
@@ -36,7 +36,7 @@ _REST_S: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class StageOptions:
     """What to measure."""
 
     python: str
@@ -118,10 +118,10 @@ class TimeOver(HeadwaterError):
     """The contender's share of the time is spent."""
 
 
-class Run:
+class ContenderRun:
     """One contender that is up, and the time that it has."""
 
-    def __init__(self, worker: Worker, options: Options, until_s: float) -> None:
+    def __init__(self, worker: EngineProcess, options: StageOptions, until_s: float) -> None:
         self._worker = worker
         self._options = options
         self._until_s = until_s

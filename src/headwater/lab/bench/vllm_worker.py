@@ -26,7 +26,7 @@ _LOOK_S: Final = 1.0
 _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 
 
-class Engine:
+class VllmEngine:
     """vLLM, asked for one prompt, or for several at once."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -202,9 +202,9 @@ def _tell_packed() -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     adapter: Any = get_kv_transfer_group()._lmcache_engine
-    hands = adapter.lmcache_engine.gpu_connector
-    hands.initialize_kvcaches_ptr(kvcaches=list(adapter.kv_caches.values()))
-    hands._initialize_kv_cache_pointers()
+    gpu = adapter.lmcache_engine.gpu_connector
+    gpu.initialize_kvcaches_ptr(kvcaches=list(adapter.kv_caches.values()))
+    gpu._initialize_kv_cache_pointers()
 
 
 def serve(
@@ -221,7 +221,7 @@ def serve(
         answers.flush()
 
     try:
-        engine = (start or Engine)(setup)
+        engine = (start or VllmEngine)(setup)
         say({"up": True, **engine.stats()})
     except Exception as error:
         say({"error": f"{type(error).__name__}: {error}"})

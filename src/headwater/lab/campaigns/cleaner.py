@@ -28,9 +28,10 @@ from typing import Any, Final
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import StoreError
+from headwater.core.results import Status
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
@@ -100,7 +101,7 @@ class Writer:
         else:
             buffer = page.buffer()
             status_ = reader.get_into([(page.name, buffer)], deadline=deadline)[0]
-            wrong = status_ is GetStatus.HIT and bytes(buffer[_START:]) != page.frame[_START:]
+            wrong = status_ is Status.HIT and bytes(buffer[_START:]) != page.frame[_START:]
             self.counts["wrong" if wrong else f"get {status_}"] += 1
         self.counts["calls"] += 1
         if time.monotonic() - begin_s > DEADLINE_S + GRACE_S:
@@ -260,7 +261,7 @@ def _works(directory: Path) -> bool:
         store = open_local(config)
     with store:
         stored = store.put(items(pages), deadline=Deadline.after(10))
-        return all(status in (PutStatus.STORED, PutStatus.EXISTS) for status in stored) and not store.validate(
+        return all(status in (Status.STORED, Status.EXISTS) for status in stored) and not store.validate(
             deadline=Deadline.after(10)
         )
 

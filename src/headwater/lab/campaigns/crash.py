@@ -32,7 +32,8 @@ from typing import Final
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.directory import SLAB
@@ -56,7 +57,7 @@ def planes(chain: int) -> tuple[int, ...]:
 
 
 @dataclass
-class Report:
+class CrashReport:
     """What the campaign saw. `ok` is the verdict."""
 
     rounds: int = 0
@@ -115,17 +116,17 @@ def worker(directory: Path, log: Path, seed: int, num_chains: int) -> None:
                 for page, status in zip(
                     chain, store.put(items(chain), deadline=Deadline.after(DEADLINE_S)), strict=True
                 ):
-                    if status is PutStatus.STORED:
+                    if status is Status.STORED:
                         say("stored", page.name.hex())
             else:
                 pages = [(page.name, page.buffer()) for page in chain]
                 results = readers[chain_id % 2].get_into(pages, deadline=Deadline.after(DEADLINE_S))
                 for page, (_, buffer), got in zip(chain, pages, results, strict=True):
-                    if got is GetStatus.HIT:
+                    if got is Status.HIT:
                         say("hit" if bytes(buffer) == page.frame else "wrong")
-                    elif got is GetStatus.LATE:
+                    elif got is Status.LATE:
                         say("late")
-                    elif got is not GetStatus.MISS:
+                    elif got is not Status.MISS:
                         say("fault", got.value)
             end_s = time.monotonic()
             say("call", start_s, end_s)
@@ -178,13 +179,13 @@ def campaign(
     workers: int = 3,
     rounds_per_era: int = 20,
     evictions: int = 0,
-) -> Report:
+) -> CrashReport:
     """Run the campaign on a fresh directory. `tight`: pages must be evicted; otherwise all fit, and none may go.
 
     `evictions`: it goes on until there were so many, for five times the rounds at most.
     """
     rng = random.Random(seed)
-    report = Report()
+    report = CrashReport()
     num_chains = 200 if tight else 30
     open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)).close()
     held: set[bytes] = set()  # pages that must be there, unless they were evicted
@@ -237,7 +238,7 @@ def _wait_until_ready(workers: list[_Worker]) -> None:
         time.sleep(0.02)
 
 
-def _read_logs(workers: list[_Worker], report: Report) -> tuple[set[bytes], set[bytes]]:
+def _read_logs(workers: list[_Worker], report: CrashReport) -> tuple[set[bytes], set[bytes]]:
     """Pages that were stored, and pages that somebody at least began to evict, in whatever order."""
     stored: set[bytes] = set()
     evicted: set[bytes] = set()
@@ -270,7 +271,7 @@ def _read_logs(workers: list[_Worker], report: Report) -> tuple[set[bytes], set[
     return stored, evicted
 
 
-def _judge(directory: Path, held: set[bytes], report: Report, *, num_chains: int) -> set[bytes]:
+def _judge(directory: Path, held: set[bytes], report: CrashReport, *, num_chains: int) -> set[bytes]:
     """Compare a fresh process' view with what must be there. Returns what is."""
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     report.over_limit += size > LIMIT_BYTES
@@ -283,7 +284,7 @@ def _judge(directory: Path, held: set[bytes], report: Report, *, num_chains: int
     return set(found)
 
 
-def _judge_rebuild(directory: Path, report: Report, *, num_chains: int) -> None:
+def _judge_rebuild(directory: Path, report: CrashReport, *, num_chains: int) -> None:
     """The end: delete some pages, lose all records, and compare what the rebuild finds with what was there."""
     with open_local(LocalStoreConfig(directory=directory)) as store:
         doomed = [sample_chain(i, 1, plane_bytes=planes(i))[0].name for i in range(0, num_chains, 3)]
@@ -300,13 +301,13 @@ def _judge_rebuild(directory: Path, report: Report, *, num_chains: int) -> None:
     report.resurrected += len(after - before)
 
 
-def _read_all(store: LocalStore, num_chains: int, report: Report) -> set[PageName]:
+def _read_all(store: LocalStore, num_chains: int, report: CrashReport) -> set[PageName]:
     found = set()
     for chain_id in range(num_chains):
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=planes(chain_id))
         for page in sample_chain(chain_id, DEPTH, plane_bytes=planes(chain_id)):
             buffer = page.buffer()
-            if reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0] is GetStatus.HIT:
+            if reader.get_into([(page.name, buffer)], deadline=Deadline.after(10))[0] is Status.HIT:
                 report.wrong_bytes += bytes(buffer) != page.frame
                 found.add(page.name)
     return found

@@ -28,13 +28,14 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.families import live_records
 from headwater.storage.local.geometry import Geometry
 from headwater.storage.local.slab import Slab, read_slab_header
-from headwater.storage.local.table import Record, Table, Use
+from headwater.storage.local.table import PageUse, Record, Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain
 
@@ -118,12 +119,12 @@ class Trial:
         named = [(page.name, buffer) for page, buffer in zip(pages, buffers, strict=True)]
         results = reader.get_into(named, deadline=Deadline.after(30))
         for page, buffer, status in zip(pages, buffers, results, strict=True):
-            self.wrong += status is GetStatus.HIT and bytes(buffer) != page.frame
+            self.wrong += status is Status.HIT and bytes(buffer) != page.frame
         return Counter(status.value for status in results)
 
     def write(self, store: LocalStore) -> None:
         results = store.put(items(LATER), deadline=Deadline.after(30))
-        if store.down is None and not all(status in (PutStatus.STORED, PutStatus.EXISTS) for status in results):
+        if store.down is None and not all(status in (Status.STORED, Status.EXISTS) for status in results):
             self.failures.append(f"cannot put: {Counter(results)}")
 
     # --- damages ------------------------------------------------------------------------------------------------------
@@ -208,7 +209,9 @@ class Trial:
                 other = self.rng.choice(live)
                 table.set_record(number, self.rng.choice(_LIES)(record, other[1]))
                 if self.rng.random() < 0.2:
-                    table.set_use(number, Use(self.rng.choice([1e300, -1e300, float("nan")]), float("inf"), 1 << 63))
+                    table.set_use(
+                        number, PageUse(self.rng.choice([1e300, -1e300, float("nan")]), float("inf"), 1 << 63)
+                    )
             if self.rng.random() < 0.3:
                 table.set_newest(self.rng.choice([0, 1, 1 << 40, (1 << 64) - 2]))
             if self.rng.random() < 0.1:

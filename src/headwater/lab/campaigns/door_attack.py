@@ -65,7 +65,7 @@ _TOKENS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class AttackOptions:
     """How much of it."""
 
     router: bool = False
@@ -298,7 +298,7 @@ def attackers(url: str, plan: Mapping[str, int]) -> Iterator[tuple[int, Callable
 
 def campaign(
     target: Target,
-    options: Options,
+    options: AttackOptions,
     *,
     attacked_url: str = "",
     tell: Callable[[str], None] = lambda text: None,
@@ -371,7 +371,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
-    options = Options(
+    options = AttackOptions(
         router=given.router,
         seconds=given.seconds,
         quiet=given.quiet,

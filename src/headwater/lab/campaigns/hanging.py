@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, TypeVar
 
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
 from headwater.storage.wrappers import OpaqueStore
 
 S = TypeVar("S")
@@ -59,14 +60,14 @@ class HangingStore(OpaqueStore):
         with self._changed:
             return sum(call in (None, name) for name, _ in self.asked)
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Put, after the hang."""
         before = [bytes(frame) for _, frame in pages]
         real = lambda: self.store.put(pages, deadline=_whenever())  # noqa: E731
         untouched = lambda: all(frame == old for (_, frame), old in zip(pages, before, strict=True))  # noqa: E731
         return self._do("put", [name for name, _ in pages], real, untouched)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Get, after the hang."""
         for _, buffer in pages:
             buffer[:] = bytes([_PAINT]) * len(buffer)
@@ -78,7 +79,7 @@ class HangingStore(OpaqueStore):
         """Look, after the hang."""
         return self._do("contains", list(names), lambda: self.store.contains(names, deadline=_whenever()), lambda: True)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Delete, after the hang."""
         return self._do("delete", list(names), lambda: self.store.delete(names, deadline=_whenever()), lambda: True)
 

@@ -38,7 +38,7 @@ class CrowdedPool(MooncakePool):
             time.sleep(0.02)
 
 
-class Child:
+class CampaignChild:
     """A process of the campaign, with a line in and a line out."""
 
     def __init__(self, module: str, *arguments: object, errors: Path) -> None:
@@ -88,7 +88,7 @@ class Child:
                 pipe.close()
 
 
-class Scene:
+class PoolScene:
     """A pool and what was done to it."""
 
     def __init__(self, pool: MooncakePool, directory: Path, seed: int) -> None:
@@ -98,16 +98,17 @@ class Scene:
         self.notes: Counter[str] = Counter()
         self.epoch = 0
         self.directory = directory
-        self._children: list[Child] = []
+        self._children: list[CampaignChild] = []
         self._epoch_file = directory / "epoch"
         self._epoch_file.write_bytes(bytes(8))
 
-    def start(self, role: str, *, number: int = 1, segment_bytes: int = 0) -> list[Child]:
+    def start(self, role: str, *, number: int = 1, segment_bytes: int = 0) -> list[CampaignChild]:
         """Start some who do harm; they are ready when this returns."""
         url = self.pool.config(segment_bytes=segment_bytes).url
         errors = self.directory / f"{role}.err"
         started = [
-            Child(_VANDAL, role, url, "--seed", self.rng.randrange(1 << 30), errors=errors) for _ in range(number)
+            CampaignChild(_VANDAL, role, url, "--seed", self.rng.randrange(1 << 30), errors=errors)
+            for _ in range(number)
         ]
         self._children += started
         for child in started:
@@ -125,12 +126,12 @@ class Scene:
             child.kill()
 
 
-class Fault:
+class PoolFault:
     """One way to break a pool."""
 
     small = False  # the pool holds only a part of the world
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: PoolScene) -> None:
         """Called before there is any worker."""
         self.scene = scene
 
@@ -145,7 +146,7 @@ class Fault:
         """See what a strike did, after it."""
 
 
-class MasterKilled(Fault):
+class MasterKilled(PoolFault):
     """The master is killed, is down for a while, and starts again with an empty memory."""
 
     def strike(self, seconds: float) -> None:
@@ -155,7 +156,7 @@ class MasterKilled(Fault):
         self.scene.num_injected += 1
 
 
-class Stopped(Fault):
+class Stopped(PoolFault):
     """The master, or the client process, does not answer for a while: calls block, and end when it goes on."""
 
     def strike(self, seconds: float) -> None:
@@ -168,10 +169,10 @@ class Stopped(Fault):
             send(signal.SIGCONT)
 
 
-class OwnerKilled(Fault):
+class OwnerKilled(PoolFault):
     """A process whose memory holds pages is killed: the client process, or one that only gave memory."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: PoolScene) -> None:
         super().__init__(scene)
         (self._donor,) = scene.start("donor", segment_bytes=DONATED_BYTES)
 
@@ -187,8 +188,8 @@ class OwnerKilled(Fault):
             (self._donor,) = self.scene.start("donor", segment_bytes=DONATED_BYTES)
 
 
-class _ByVandal(Fault):
-    def __init__(self, scene: Scene) -> None:
+class _ByVandal(PoolFault):
+    def __init__(self, scene: PoolScene) -> None:
         super().__init__(scene)
         (self._vandal,) = scene.start("vandal")
 
@@ -198,7 +199,7 @@ class _ByVandal(Fault):
         return number
 
 
-class PoolFull(_ByVandal):
+class PoolFullFault(_ByVandal):
     """The pool is always full; in a strike, of what may not be evicted."""
 
     small = True
@@ -217,7 +218,7 @@ class Damaged(_ByVandal):
 class BadFirst(_ByVandal):
     """Half of all pages have a bad first value before any writer comes. The strike is that all come."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: PoolScene) -> None:
         super().__init__(scene)
         self._spoil(0)
 
@@ -236,9 +237,9 @@ class PutterKilled(_ByVandal):
 
     num_putters = 3
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: PoolScene) -> None:
         super().__init__(scene)
-        self._putters: Sequence[Child] = []
+        self._putters: Sequence[CampaignChild] = []
 
     def get_ready(self) -> None:
         self._putters = self.scene.start("putter", number=self.num_putters)
@@ -254,10 +255,10 @@ class PutterKilled(_ByVandal):
         self.scene.notes["puts_left_unfinished"] += self.ask("unfinished", self.scene.epoch)
 
 
-FAULTS: Final[dict[str, type[Fault]]] = {
+FAULTS: Final[dict[str, type[PoolFault]]] = {
     "master": MasterKilled,
     "owner": OwnerKilled,
-    "full": PoolFull,
+    "full": PoolFullFault,
     "damaged": Damaged,
     "bad_first": BadFirst,
     "putter": PutterKilled,

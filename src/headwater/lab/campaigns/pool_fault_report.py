@@ -33,7 +33,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class WorkerCall:
     """One call of a worker."""
 
     kind: str
@@ -54,11 +54,11 @@ class Round:
 
 
 @dataclass(slots=True)
-class Record:
+class ProcessRecord:
     """All that one process wrote down."""
 
     name: str
-    calls: list[Call] = field(default_factory=list)
+    calls: list[WorkerCall] = field(default_factory=list)
     wrong_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
     starved: list[Span] = field(default_factory=list)  # its heartbeat was ready and had no processor
@@ -67,13 +67,13 @@ class Record:
     ended: bool = False
 
 
-def read_record(name: str, lines: Iterable[Sequence[Any]]) -> Record:
+def read_record(name: str, lines: Iterable[Sequence[Any]]) -> ProcessRecord:
     """What the lines of a process's log say."""
-    record = Record(name)
+    record = ProcessRecord(name)
     for what, *facts in lines:
         match what:
             case "call":
-                record.calls.append(Call(*facts))
+                record.calls.append(WorkerCall(*facts))
             case "wrong":
                 record.wrong_bytes += facts[0]
                 record.wrong.append(facts[1])
@@ -105,12 +105,12 @@ def overlap_s(spans: Sequence[Span], begin_s: float, end_s: float) -> float:
     return sum(max(0.0, min(end_s, to) - max(begin_s, since)) for since, to in spans)
 
 
-def unexcused_s(call: Call, stalls: Sequence[Span]) -> float:
+def unexcused_s(call: WorkerCall, stalls: Sequence[Span]) -> float:
     """How far a call ran past its deadline, without the machine's own stalls in that time."""
     return call.end_s - call.deadline_s - overlap_s(stalls, call.deadline_s, call.end_s)
 
 
-def recovery_s(calls: Sequence[Call], one: Round, base: float, stalls: Sequence[Span] = ()) -> float | None:
+def recovery_s(calls: Sequence[WorkerCall], one: Round, base: float, stalls: Sequence[Span] = ()) -> float | None:
     """Seconds from the repair to the end of the first window at full speed, without stalls; None: there was none."""
     pages = Pages(calls)
     at_s = one.repaired_s
@@ -122,7 +122,7 @@ def recovery_s(calls: Sequence[Call], one: Round, base: float, stalls: Sequence[
     return None
 
 
-def speed_after(records: Sequence[Record], one: Round, rounds: Sequence[Round]) -> float | None:
+def speed_after(records: Sequence[ProcessRecord], one: Round, rounds: Sequence[Round]) -> float | None:
     """How fast workers together are from `RECOVERY_S` behind a repair on, as a part of what they were at their best."""
     since_s = one.repaired_s + RECOVERY_S
     before = base_speed(records, rounds)
@@ -130,7 +130,7 @@ def speed_after(records: Sequence[Record], one: Round, rounds: Sequence[Round]) 
     return round(after / before, 2) if before and one.until_s - since_s >= WINDOW_S else None
 
 
-def base_speed(records: Sequence[Record], rounds: Sequence[Round]) -> float:
+def base_speed(records: Sequence[ProcessRecord], rounds: Sequence[Round]) -> float:
     """Good pages per second before a strike, of all the most: what an earlier strike left behind is no excuse."""
     pages = [Pages(record.calls) for record in records]
     return max(sum(some.per_second(one.begin_s - BASE_S, one.begin_s) for some in pages) for one in rounds)
@@ -139,7 +139,7 @@ def base_speed(records: Sequence[Record], rounds: Sequence[Round]) -> float:
 class Pages:
     """Good pages over time. The calls are in the order in which they ended."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[WorkerCall]) -> None:
         self._ends = [call.end_s for call in calls]
         self._sums = list(itertools.accumulate((call.good_pages for call in calls), initial=0))
 
@@ -150,7 +150,7 @@ class Pages:
 
 
 def judge(
-    records: Sequence[Record], witnesses: Sequence[Record], rounds: Sequence[Round], *, seconds: float
+    records: Sequence[ProcessRecord], witnesses: Sequence[ProcessRecord], rounds: Sequence[Round], *, seconds: float
 ) -> dict[str, Any]:
     """One fault's part of the report. `problems` says in words what is not as it must be."""
     seen = union(span for one in witnesses for span in one.gaps)
@@ -182,7 +182,7 @@ def judge(
     }
 
 
-def _judge_times(records: Sequence[Record], seen: Sequence[Span]) -> tuple[list[str], dict[str, float]]:
+def _judge_times(records: Sequence[ProcessRecord], seen: Sequence[Span]) -> tuple[list[str], dict[str, float]]:
     """Calls that were late, in words, and by how much calls overran at all."""
     late: list[str] = []
     overruns, unexcused, held = [0.0], [0.0], [0.0]
@@ -205,7 +205,7 @@ def _judge_times(records: Sequence[Record], seen: Sequence[Span]) -> tuple[list[
     return late, {what: round(value, 3) for what, value in times.items()}
 
 
-def _judge_bad(calls: Sequence[Call], rounds: Sequence[Round]) -> tuple[list[str], int]:
+def _judge_bad(calls: Sequence[WorkerCall], rounds: Sequence[Round]) -> tuple[list[str], int]:
     """Bad pages that readers still found long after a repair. Who finds one removes it, so there are next to none.
 
     A page that somebody deletes while it is read may turn out bad, and is counted too: `BAD` of all are nothing.
@@ -220,7 +220,7 @@ def _judge_bad(calls: Sequence[Call], rounds: Sequence[Round]) -> tuple[list[str
 
 
 def _judge_speed(
-    records: Sequence[Record], rounds: Sequence[Round], seen: Sequence[Span]
+    records: Sequence[ProcessRecord], rounds: Sequence[Round], seen: Sequence[Span]
 ) -> tuple[list[str], dict[str, Any]]:
     """What is slower than before, in words, and how fast it was. Only rounds that had the time to recover count."""
     fit = [one for one in rounds if one.until_s - one.repaired_s >= RECOVERY_S]

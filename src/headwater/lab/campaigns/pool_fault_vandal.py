@@ -20,7 +20,7 @@ from typing import Final
 from headwater.lab.campaigns.pool_fault_worker import DEPTH, FRAME_BYTES, NUM_CHAINS, PLANES, world
 from headwater.storage.base import Deadline
 from headwater.storage.mooncake.config import MooncakeConfig, parse_url
-from headwater.storage.mooncake.engine import Engine, address_of
+from headwater.storage.mooncake.engine import MooncakeEngine, address_of
 from headwater.testing.pages import SamplePage, sample_page
 
 _UNFINISHED: Final = -703
@@ -32,7 +32,7 @@ class Vandal:
     """A bare client of a pool. Every method blocks and says how often it did what it is for."""
 
     def __init__(self, config: MooncakeConfig, seed: int) -> None:
-        self._engine = Engine(config)
+        self._engine = MooncakeEngine(config)
         self._prefix = config.prefix
         self._rng = random.Random(seed)
 

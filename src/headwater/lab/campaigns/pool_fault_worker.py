@@ -25,9 +25,10 @@ import numpy as np
 import xxhash
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.lab.campaigns.pool_fault_heart import BEAT_S, Heart, Log
 from headwater.layout.frame import frame_bytes
-from headwater.storage.base import Deadline, GetStatus, PutStatus
+from headwater.storage.base import Deadline
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
 from headwater.storage.mooncake import MooncakeStore
@@ -93,7 +94,7 @@ def _digests(frames: Sequence[memoryview]) -> list[int]:
     return [xxhash.xxh3_64_intdigest(frame) for frame in frames]
 
 
-class Worker:
+class PoolWorker:
     """A writer or a reader. Works until it is told to end."""
 
     def __init__(
@@ -119,7 +120,7 @@ class Worker:
     def _end(self, number: int, frame: object) -> None:
         self._told_to_end = True
 
-    def work(self, step: Callable[["Worker", list[SamplePage]], None]) -> None:
+    def work(self, step: Callable[["PoolWorker", list[SamplePage]], None]) -> None:
         """Until the end; then give everything back, and say so."""
         for chain in range(NUM_CHAINS):
             world(0, chain)  # made before anything counts
@@ -184,18 +185,18 @@ class Worker:
         hits = [
             (page, frame)
             for page, frame, status in zip(pages, taken.frames, checked, strict=True)
-            if status is GetStatus.HIT
+            if status is Status.HIT
         ]
         if hits and "wrong" in self._inject:
             self._inject.remove("wrong")
             hits[-1][1][-1] ^= 1
         self._kept.append((taken, self._compare("", hits)))
 
-    def _check(self, items: Sequence[tuple[PageName, memoryview]], get: Pending[GetStatus]) -> list[GetStatus]:
+    def _check(self, items: Sequence[tuple[PageName, memoryview]], get: Pending[Status]) -> list[Status]:
         begin_s = time.monotonic()
         checked = self._reader.check(items, get.answers, deadline=get.deadline)
         statuses = Counter(status.value for status in checked)
-        self._say_call("check", begin_s, get.deadline.at_s, checked.count(GetStatus.HIT), statuses)
+        self._say_call("check", begin_s, get.deadline.at_s, checked.count(Status.HIT), statuses)
         return checked
 
     def _look_again(self) -> None:
@@ -222,7 +223,7 @@ class Worker:
         call = ask(deadline)
         answers = call.wait()
         self._hold_up(deadline)
-        good = sum(isinstance(one, PutStatus) and one.held for one in answers) if count else 0
+        good = sum(isinstance(one, Status) and one.held for one in answers) if count else 0
         statuses = Counter(str(one) for one in answers) if call.end is CallEnd.ANSWERED else Counter([f"{call.end}"])
         self._say_call(call.sort.name, begin_s, deadline.at_s, good, statuses)
         if call.end in (CallEnd.LEFT_ALONE, CallEnd.NO_THREAD):
@@ -258,8 +259,8 @@ def main() -> None:
     parser.add_argument("--inject", nargs="*", default=[])
     options = parser.parse_args()
     given = {"seed": options.seed, "pace": options.pace, "inject": options.inject}
-    worker = Worker(options.url, options.directory, options.name, **given)
-    worker.work(Worker.write if options.role == "writer" else Worker.read)
+    worker = PoolWorker(options.url, options.directory, options.name, **given)
+    worker.work(PoolWorker.write if options.role == "writer" else PoolWorker.read)
 
 
 if __name__ == "__main__":

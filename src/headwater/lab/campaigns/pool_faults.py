@@ -33,12 +33,12 @@ from headwater.lab.campaigns.pool_fault_kinds import (
     FAULTS,
     SEGMENT_BYTES,
     SMALL_BYTES,
-    Child,
+    CampaignChild,
     CrowdedPool,
-    Fault,
-    Scene,
+    PoolFault,
+    PoolScene,
 )
-from headwater.lab.campaigns.pool_fault_report import BASE_S, RECOVERY_S, Record, Round, judge, read_record
+from headwater.lab.campaigns.pool_fault_report import BASE_S, RECOVERY_S, ProcessRecord, Round, judge, read_record
 from headwater.storage.base import Deadline
 
 PACE: Final = 12.0  # on a loaded machine they still get it, and what is slower then is the pool
@@ -79,8 +79,8 @@ def run(name: str, *, seconds: float, seed: int = 0, pace: float = PACE, inject:
         tempfile.TemporaryDirectory(prefix="headwater-faults-") as place,
         CrowdedPool(segment_bytes=SMALL_BYTES if kind.small else SEGMENT_BYTES) as pool,
     ):
-        scene = Scene(pool, Path(place), seed)
-        workers: dict[str, Child] = {}
+        scene = PoolScene(pool, Path(place), seed)
+        workers: dict[str, CampaignChild] = {}
         try:
             fault = kind(scene)
             workers |= _start_workers(scene, kind, seed, pace=pace, inject=inject)
@@ -103,8 +103,8 @@ def run(name: str, *, seconds: float, seed: int = 0, pace: float = PACE, inject:
 
 
 def _start_workers(
-    scene: Scene, kind: type[Fault], seed: int, *, pace: float, inject: Sequence[str]
-) -> dict[str, Child]:
+    scene: PoolScene, kind: type[PoolFault], seed: int, *, pace: float, inject: Sequence[str]
+) -> dict[str, CampaignChild]:
     """Two writers, two readers, two witnesses, all of them ready."""
     pool, place = scene.pool, scene.directory
     own = pool.config(segment_bytes=0 if kind.small else DONATED_BYTES).url
@@ -114,9 +114,9 @@ def _start_workers(
     for number, (name, url) in enumerate(urls.items()):
         options = ["--name", name, "--url", url, "--seed", seed * 100 + number, "--pace", pace]
         options += ["--inject", *(what for what in inject if INJECTIONS[what] == name)]
-        children[name] = Child(_WORKER, name.partition("-")[0], place, *options, errors=place / f"{name}.err")
+        children[name] = CampaignChild(_WORKER, name.partition("-")[0], place, *options, errors=place / f"{name}.err")
     for name in ("witness-0", "witness-1"):
-        children[name] = Child(_WITNESS, place / f"{name}.log", errors=place / f"{name}.err")
+        children[name] = CampaignChild(_WITNESS, place / f"{name}.log", errors=place / f"{name}.err")
     try:
         _wait_until_ready(children, place)
     except BaseException:
@@ -126,7 +126,7 @@ def _start_workers(
     return children
 
 
-def _wait_until_ready(children: dict[str, Child], place: Path) -> None:
+def _wait_until_ready(children: dict[str, CampaignChild], place: Path) -> None:
     wait = Deadline.after(_MOST_S)
     for name, child in children.items():
         log = place / f"{name}.log"
@@ -136,7 +136,7 @@ def _wait_until_ready(children: dict[str, Child], place: Path) -> None:
             time.sleep(0.02)
 
 
-def _wait_until_busy(children: dict[str, Child], place: Path) -> None:
+def _wait_until_busy(children: dict[str, CampaignChild], place: Path) -> None:
     """Until all have written or read a page: on a busy machine a short campaign would be over before. Not for ever."""
     wait = Deadline.after(_FIRST_S)
     for name in children:
@@ -146,7 +146,7 @@ def _wait_until_busy(children: dict[str, Child], place: Path) -> None:
             time.sleep(0.02)
 
 
-def _rounds(fault: Fault, scene: Scene, seconds: float) -> Iterator[Round]:
+def _rounds(fault: PoolFault, scene: PoolScene, seconds: float) -> Iterator[Round]:
     """Break and repair until the time is over."""
     short = seconds < _SHORT_S
     time.sleep(0.0 if short else WARM_S)
@@ -167,7 +167,7 @@ def _rounds(fault: Fault, scene: Scene, seconds: float) -> Iterator[Round]:
         yield Round(begin_s, repaired_s, end_s)
 
 
-def _end(workers: dict[str, Child]) -> dict[str, str]:
+def _end(workers: dict[str, CampaignChild]) -> dict[str, str]:
     """Ask all to end. Who was dead already, or does not, and what is known of it."""
     died = {
         name: f"ended by itself with {child.process.returncode}: {child.last_words()}"
@@ -179,7 +179,7 @@ def _end(workers: dict[str, Child]) -> dict[str, str]:
     return died | {name: "hangs" for name, child in workers.items() if not child.end(_MOST_S)}
 
 
-def _read(log: Path, name: str) -> Record:
+def _read(log: Path, name: str) -> ProcessRecord:
     text = log.read_text(encoding="utf-8")
     return read_record(name, (json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()))
 

@@ -25,7 +25,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.virtual import LAYOUT, SimulatedEngine, VirtualHands
+from headwater.testing.virtual import LAYOUT, SimulatedEngine, VirtualExecutor
 
 FAULTS = Faults(
     put_fails=0.02,
@@ -39,7 +39,7 @@ FAULTS = Faults(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationOutcome:
     """What a simulation ended with."""
 
     requests: int
@@ -64,19 +64,19 @@ class Simulation:
         }
         whens = [SaveWhen.COMMIT, SaveWhen.EVICTION, SaveWhen.HITS]
         self.engines: list[SimulatedEngine] = []
-        self._hands: dict[str, VirtualHands] = {}
+        self._executor: dict[str, VirtualExecutor] = {}
         for i in range(num_caches):
             staging = BytesStaging(LAYOUT, num_slots=60, num_pages=8)
-            hands = self._hands[f"cache {i}"] = VirtualHands(self._stores, staging, clock=self._clock)
+            executor = self._executor[f"cache {i}"] = VirtualExecutor(self._stores, staging, clock=self._clock)
             tiers = [TierConfig(name="host", save=whens[i % 3]), TierConfig(name="pool", max_queued_bytes=1 << 12)]
-            engine = SimulatedEngine(f"cache {i}", staging, hands, tiers, clock=self._clock, policy=policy)
-            hands.ledger.deliver = engine.cache.deliver
+            engine = SimulatedEngine(f"cache {i}", staging, executor, tiers, clock=self._clock, policy=policy)
+            executor.ledger.deliver = engine.cache.deliver
             self.engines.append(engine)
         self._conversations: list[list[int]] = []
         self._num_arrived = 0
         self._num_steps = 0
 
-    def run(self, num_requests: int, *, check_every: int = 50) -> Outcome:
+    def run(self, num_requests: int, *, check_every: int = 50) -> SimulationOutcome:
         """Serve so many requests by each cache, then let everything end."""
         total = num_requests * len(self.engines)
         actions: list[tuple[Callable[[SimulatedEngine], None], int]] = [
@@ -93,7 +93,7 @@ class Simulation:
             if action == self._arrive and self._num_arrived >= total:
                 action = self._go_on
             action(engine)
-            self._hands[engine.name].tell()
+            self._executor[engine.name].tell()
             self._clock.advance(self._rng.choice((0.0, 0.001, 0.01)))
             if self._num_steps % check_every == 0:
                 engine.check()
@@ -140,12 +140,12 @@ class Simulation:
                 engine.leave(request)
 
     def _work(self, engine: SimulatedEngine) -> None:
-        """The hands do one of their jobs, not the first in the queue and not at once."""
-        hands = self._hands[engine.name]
-        if hands.queued:
+        """The executor does one of their jobs, not the first in the queue and not at once."""
+        executor = self._executor[engine.name]
+        if executor.queued:
             slow = self._rng.random() < 0.02
             self._clock.advance(0.6 if slow else self._rng.choice((0.0, 0.001)))
-            hands.run(self._rng.choice(hands.queued), fail=self._rng.random() < 0.02)
+            executor.run(self._rng.choice(executor.queued), fail=self._rng.random() < 0.02)
 
     def _disturb(self, engine: SimulatedEngine) -> None:
         """A store loses pages; one that gave nothing but bad ones is put right."""
@@ -153,9 +153,9 @@ class Simulation:
         held = sorted(_names(store))
         doomed = self._rng.sample(held, min(len(held), self._rng.randint(0, 10)))
         store.delete(doomed, deadline=Deadline.after(1, self._clock))
-        self._hands[engine.name].switched_off()
+        self._executor[engine.name].switched_off()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationOutcome:
         state = hashlib.sha256()
         hits: dict[str, int] = {}
         misses: dict[str, int] = {}
@@ -167,7 +167,7 @@ class Simulation:
                     sums[name] = sums.get(name, 0) + tokens
         for store in self._stores.values():
             state.update(b"".join(sorted(_names(store))))
-        return Outcome(
+        return SimulationOutcome(
             requests=self._num_arrived,
             steps=self._num_steps,
             state_hash=state.hexdigest(),

@@ -32,7 +32,8 @@ from typing import Any, Final
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import StoreBusy
-from headwater.storage.base import Deadline, GetStatus
+from headwater.core.results import Status
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
@@ -106,8 +107,8 @@ class Watcher:
         wanted = [(page.name, page.buffer()) for page in THERE]
         statuses = self._timed("get", lambda d: reader.get_into(wanted, deadline=d))
         for page, (_, buffer), status in zip(THERE, wanted, statuses, strict=True):
-            self.seen.missed += status is not GetStatus.HIT and not (status is GetStatus.LATE and self._is_starved)
-            self.seen.wrong += status is GetStatus.HIT and bytes(buffer) != page.frame
+            self.seen.missed += status is not Status.HIT and not (status is Status.LATE and self._is_starved)
+            self.seen.wrong += status is Status.HIT and bytes(buffer) != page.frame
         self._timed("contains", lambda d: store.contains([page.name for page in (*THERE, *new)], deadline=d))
         puts = self._timed("put", lambda d: store.put(items(new), deadline=d))
         self.seen.blocked["put"] += any(status == "late" for status in puts)

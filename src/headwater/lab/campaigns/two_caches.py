@@ -41,7 +41,7 @@ MAX_RUNNING: Final = 6
 
 
 @dataclass
-class Report:
+class TwoCachesReport:
     """What the campaign saw. `ok` is the verdict."""
 
     seconds: float = 0.0
@@ -67,7 +67,7 @@ class Report:
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-class _Process:
+class _CacheProcess:
     """An engine that serves until it is told to end. One line per fact, written before anything else happens."""
 
     def __init__(self, directory: Path, log: Path, seed: int) -> None:
@@ -77,7 +77,7 @@ class _Process:
         signal.signal(signal.SIGTERM, self._end)
         self._store = open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES))
         staging = BytesStaging(LAYOUT, num_slots=70, num_pages=12, seed=seed)
-        self._hands = Worker(
+        self._executor = Worker(
             {"host": self._store},
             staging,
             layout=LAYOUT,
@@ -88,9 +88,9 @@ class _Process:
         )
         save = self._rng.choice([SaveWhen.COMMIT, SaveWhen.COMMIT, SaveWhen.EVICTION, SaveWhen.HITS])
         self._engine = SimulatedEngine(
-            f"process {seed}", staging, self._hands, [TierConfig(name="host", save=save)], clock=time
+            f"process {seed}", staging, self._executor, [TierConfig(name="host", save=save)], clock=time
         )
-        self._hands.deliver = self._engine.cache.deliver
+        self._executor.deliver = self._engine.cache.deliver
         self._turns: list[list[int]] = []
 
     def _end(self, number: int, frame: object) -> None:
@@ -203,10 +203,10 @@ class _Child:
         self.killed_s = time.monotonic()
 
 
-def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int = 2, least: int = 1) -> Report:
+def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int = 2, least: int = 1) -> TwoCachesReport:
     """Run the campaign on a fresh directory, for `seconds`; four times that, if need be, for `least` of each fault."""
     rng = random.Random(seed)
-    report = Report(seconds=seconds)
+    report = TwoCachesReport(seconds=seconds)
     next_seed = seed * 1000
     with tempfile.TemporaryDirectory() as logs:
 
@@ -256,7 +256,7 @@ def campaign(directory: Path, *, seconds: float, seed: int = 0, processes: int =
     return report
 
 
-def _read(child: _Child, report: Report) -> None:
+def _read(child: _Child, report: TwoCachesReport) -> None:
     begun_s: float | None = None
     tally: dict[str, Any] = {}
     for line in child.lines():
@@ -297,7 +297,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.process:
         directory, log = options.process
-        _Process(directory, log, options.seed).serve()
+        _CacheProcess(directory, log, options.seed).serve()
         return
     with tempfile.TemporaryDirectory(prefix="headwater-two-", dir=options.dir or "/dev/shm") as parent:
         report = campaign(

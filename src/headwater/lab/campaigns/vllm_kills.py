@@ -36,10 +36,10 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.events import Demote, Event, Instruction, JobDone, JobFailed, Save
 from headwater.engine.make_model import make_model
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed
 from headwater.lab.bench.vllm_worker import serve
-from headwater.lab.verify.vllm_scene import KINDS, Places, Scene
-from headwater.lab.verify.vllm_worker import Stage, worker_side
+from headwater.lab.verify.vllm_scene import KINDS, Places, VllmScene
+from headwater.lab.verify.vllm_worker import EngineStage, worker_side
 from headwater.storage.local import audit
 from headwater.storage.scratch import disk_root
 
@@ -61,7 +61,7 @@ _SETTINGS: Final = {
 
 
 @dataclass
-class Report:
+class KillReport:
     """What the campaign saw. `ok` is the verdict."""
 
     times: int
@@ -89,27 +89,27 @@ class Report:
         return not bad and self.kills_while_storing >= self.times and self.hit_tokens > 0
 
 
-class Tally:
-    """Between a worker side and its hands: how many saves are on their way, where the killer can see it."""
+class SaveTally:
+    """Between a worker side and its executor: how many saves are on their way, where the killer can see it."""
 
     def __init__(self, side: Any, shared: mmap.mmap) -> None:
-        self._hands = side._hands
-        self._heard = side._hands.deliver
+        self._executor = side._executor
+        self._heard = side._executor.deliver
         self._shared = shared
         self._live: set[int] = set()
-        self._hands.deliver = self.hear
-        side._hands = self
+        self._executor.deliver = self.hear
+        side._executor = self
 
     def submit(self, instructions: Iterable[Instruction]) -> None:
         """Count, then pass on."""
         instructions = list(instructions)
         self._live.update(one.job for one in instructions if isinstance(one, Save | Demote))
         self._tell()
-        self._hands.submit(instructions)
+        self._executor.submit(instructions)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the hands' own."""
-        return getattr(self._hands, name)
+        """Everything else is the executor's own."""
+        return getattr(self._executor, name)
 
     def hear(self, event: Event) -> None:
         """Count, then pass on."""
@@ -122,7 +122,7 @@ class Tally:
         self._shared[:8] = struct.pack("<q", len(self._live))
 
 
-class Mortal(Stage):
+class KillStage(EngineStage):
     """What a life serves: engines, and the tally of the one that is open."""
 
     shared: mmap.mmap
@@ -132,7 +132,7 @@ class Mortal(Stage):
         found = super().open(setup, fault, num_good)
         side = worker_side()
         if side is not None:
-            Tally(side.side, self.shared)
+            SaveTally(side.side, self.shared)
         return found
 
 
@@ -173,14 +173,14 @@ def _live(commands: int, answers: int, shared: mmap.mmap, log: Path) -> None:
         printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(printed, 1)
         os.dup2(printed, 2)
-        Mortal.shared = shared
+        KillStage.shared = shared
         with os.fdopen(commands, encoding="utf-8") as asked, os.fdopen(answers, "w", encoding="utf-8") as said:
-            serve({}, asked, said, start=Mortal)
+            serve({}, asked, said, start=KillStage)
     finally:
         os._exit(0)
 
 
-class Life(Worker):
+class Life(EngineProcess):
     """The driver's end of one life."""
 
     def __init__(self, shared: mmap.mmap, log: Path) -> None:
@@ -200,10 +200,10 @@ class Life(Worker):
         self._process.wait(_UP_S)
 
 
-class Campaign:
+class KillCampaign:
     """All lives on one directory."""
 
-    def __init__(self, root: Path, report: Report, *, seed: int) -> None:
+    def __init__(self, root: Path, report: KillReport, *, seed: int) -> None:
         self._root = root
         self._report = report
         self._random = random.Random(seed)
@@ -264,7 +264,7 @@ class Campaign:
             life.close()
         self._judge_size()
 
-    def _kill(self, life: Life, scene: Scene, name: str) -> None:
+    def _kill(self, life: Life, scene: VllmScene, name: str) -> None:
         """Ask, and kill at a random moment after saves began."""
         life.begin("ask", prompts=[self._prompt(scene, name)], max_tokens=_ANSWER, give_up_s=_UP_S)
         give_up_s = time.monotonic() + _UP_S
@@ -276,7 +276,7 @@ class Campaign:
         self._report.kills_while_storing += self._storing > 0
         self._cut = name
 
-    def _ask(self, scene: Scene, name: str) -> int:
+    def _ask(self, scene: VllmScene, name: str) -> int:
         """Ask and compare; returns the tokens that came from the disk."""
         report = self._report
         said = scene.ask(self._prompt(scene, name), max_tokens=_ANSWER)
@@ -296,16 +296,16 @@ class Campaign:
             raise
         return life
 
-    def _scene(self, life: Life) -> Scene:
+    def _scene(self, life: Life) -> VllmScene:
         places = Places(host=self._root / "none", disk=self._store, pool="")
-        return Scene(life, KINDS["gqa"], places, self._root / "model", {}, disk_bytes=LIMIT_BYTES)
+        return VllmScene(life, KINDS["gqa"], places, self._root / "model", {}, disk_bytes=LIMIT_BYTES)
 
     @property
     def _store(self) -> Path:
         return self._root / "store"
 
     @staticmethod
-    def _prompt(scene: Scene, name: str) -> list[int]:
+    def _prompt(scene: VllmScene, name: str) -> list[int]:
         return scene.prompt(name, num_blocks=_BLOCKS)
 
     @property
@@ -328,13 +328,13 @@ class Campaign:
         report.stored_bytes = page_bytes * _BLOCKS * (report.kills + 1)
 
 
-def campaign(root: Path, *, times: int, seed: int = 0) -> Report:
+def campaign(root: Path, *, times: int, seed: int = 0) -> KillReport:
     """Run it in this process, which imports vLLM and forks. Blocks for minutes."""
     import vllm.v1.engine.llm_engine  # noqa: F401  here, so that lives have it
 
     begin_s = time.monotonic()
-    report = Report(times)
-    Campaign(root, report, seed=seed).run()
+    report = KillReport(times)
+    KillCampaign(root, report, seed=seed).run()
     report.seconds = round(time.monotonic() - begin_s, 1)
     return report
 

@@ -28,9 +28,9 @@ from typing import Any, Final
 
 from headwater.engine.make_model import make_model
 from headwater.lab.bench import vllm_worker
-from headwater.lab.bench.vllm_client import Worker, engine_settings, worker_command
-from headwater.lab.verify.vllm_scene import Kind, Places, Scene, kinds_of
-from headwater.lab.verify.vllm_worker import Proven, Stage, worker_side
+from headwater.lab.bench.vllm_client import EngineProcess, engine_settings, worker_command
+from headwater.lab.verify.vllm_scene import ModelKind, Places, VllmScene, kinds_of
+from headwater.lab.verify.vllm_worker import EngineStage, Proven, worker_side
 from headwater.storage.scratch import disk_root, memory_root
 
 _MODULE: Final = "headwater.lab.campaigns.vllm_mixed"
@@ -56,7 +56,7 @@ _EVICTED: Final = "headwater local_evicted_pages_total"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MixedRequest:
     """One request. `abort_after`: so many steps after it came; 0: never."""
 
     prompt: list[int]
@@ -64,7 +64,7 @@ class Asked:
     abort_after: int
 
 
-def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
+def requests_of(seed: int, number: int, block_tokens: int) -> list[MixedRequest]:
     """The requests of a campaign, the same in all processes."""
     chance = random.Random(seed)
 
@@ -72,7 +72,7 @@ def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
         return [chance.randrange(3, 256) for _ in range(number)]
 
     prefixes = [tokens(chance.randint(1, _LONGEST) * block_tokens) for _ in range(_PREFIXES)]
-    found: list[Asked] = []
+    found: list[MixedRequest] = []
     for at in range(number):
         grows = at // _TOGETHER % _GROUPS == 1  # together they need more blocks than there are
         if found and not grows and chance.random() < _AGAIN:
@@ -82,17 +82,17 @@ def requests_of(seed: int, number: int, block_tokens: int) -> list[Asked]:
             kept = 0 if grows else chance.randint(0, len(prefix) // block_tokens) * block_tokens
             prompt = prefix[:kept] + tokens(chance.randint(1, 2 * block_tokens))
         aborts = chance.randint(1, 2 * _SHORT) if chance.random() < _ABORTED else 0
-        found.append(Asked(prompt, _LONG if grows else chance.randint(1, _SHORT), aborts))
+        found.append(MixedRequest(prompt, _LONG if grows else chance.randint(1, _SHORT), aborts))
     return found
 
 
-class Crowded(Stage):
+class Crowded(EngineStage):
     """What the worker serves: an engine that is asked for all of them."""
 
     def begin(self, seed: int, number: int) -> dict[str, Any]:
         """Before the first round."""
         here = self._here
-        self._course = _Course(here, requests_of(seed, number, here.facts["block_tokens"]), random.Random(seed))
+        self._course = _MixedCourse(here, requests_of(seed, number, here.facts["block_tokens"]), random.Random(seed))
         self._before = here.counted()
         return {"begun": True}
 
@@ -125,10 +125,10 @@ class Crowded(Stage):
         }
 
 
-class _Course:
+class _MixedCourse:
     """Requests that come, run, are aborted, end."""
 
-    def __init__(self, engine: Proven, asked: Sequence[Asked], chance: random.Random) -> None:
+    def __init__(self, engine: Proven, asked: Sequence[MixedRequest], chance: random.Random) -> None:
         self._engine = engine
         self._asked = asked
         self._chance = chance
@@ -216,7 +216,7 @@ def _own_bytes(pid: int) -> int:
 
 
 @dataclass
-class Report:
+class MixedReport:
     """What the campaign saw. `ok` is the verdict."""
 
     device: str
@@ -247,14 +247,14 @@ class Report:
         )
 
 
-class Campaign:
+class MixedCampaign:
     """Two engines, which are asked the same at once."""
 
-    def __init__(self, root: Path, memory: Path, report: Report, *, python: str) -> None:
+    def __init__(self, root: Path, memory: Path, report: MixedReport, *, python: str) -> None:
         self._root = root
         self._report = report
         self._python = python
-        self._kind: Kind = kinds_of(report.device)["gqa"]
+        self._kind: ModelKind = kinds_of(report.device)["gqa"]
         self._places = Places(host=memory / "host", disk=root / "disk", pool="")
         make_model(self._kind.family, root / "model", overrides=self._kind.overrides)
 
@@ -303,7 +303,7 @@ class Campaign:
             if answer != wanted:
                 yield at, answer
 
-    def _ask_again(self, alone: Worker, unlike: Sequence[tuple[int, list[int]]]) -> None:
+    def _ask_again(self, alone: EngineProcess, unlike: Sequence[tuple[int, list[int]]]) -> None:
         """Whether vLLM alone ever gives these answers."""
         report = self._report
         asked = requests_of(report.seed, report.requests, self._kind.block_tokens)
@@ -313,7 +313,7 @@ class Campaign:
             report.given_by_vllm_too += given
             report.unequal += not given
 
-    def _ways(self, alone: Worker, one: Asked, asked: Sequence[Asked]) -> Iterator[list[int]]:
+    def _ways(self, alone: EngineProcess, one: MixedRequest, asked: Sequence[MixedRequest]) -> Iterator[list[int]]:
         """What vLLM alone answers, with so many blocks in its own cache, and in so much company."""
         chance, size = random.Random(self._report.seed), self._kind.block_tokens
         for num_blocks in range((len(one.prompt) - 1) // size + 1):
@@ -325,7 +325,7 @@ class Campaign:
                 alone.ask("settle", timeout_s=_UP_S)
 
     @staticmethod
-    def _ask(worker: Worker, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def _ask(worker: EngineProcess, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         said = worker.ask("ask", timeout_s=_UP_S, prompts=prompts, max_tokens=max_tokens, give_up_s=_UP_S)
         tokens: list[list[int]] = said["tokens"]
         return tokens
@@ -334,11 +334,11 @@ class Campaign:
 class _Open:
     """A worker with an engine."""
 
-    def __init__(self, campaign: Campaign, tiers: tuple[str, ...]) -> None:
+    def __init__(self, campaign: MixedCampaign, tiers: tuple[str, ...]) -> None:
         settings = engine_settings(campaign._report.device) | {"TRITON_F32_DEFAULT": "ieee"}  # or it has ten bits
         command = worker_command(campaign._python, (), {}, module=_MODULE)
-        self._worker = Worker("vLLM", command, settings=settings, log=campaign._root / f"vllm-{len(tiers)}.log")
-        self._scene = Scene(
+        self._worker = EngineProcess("vLLM", command, settings=settings, log=campaign._root / f"vllm-{len(tiers)}.log")
+        self._scene = VllmScene(
             self._worker,
             campaign._kind,
             campaign._places,
@@ -349,7 +349,7 @@ class _Open:
         )
         self._tiers = tiers
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> EngineProcess:
         self._worker.wait_up(_UP_S)
         self._scene.open(*self._tiers, options={"num_gpu_blocks_override": _BLOCKS, "max_num_seqs": max(_WIDTHS)})
         return self._worker
@@ -392,7 +392,7 @@ def command() -> None:
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    report = Report(options.device, options.requests, options.seed)
+    report = MixedReport(options.device, options.requests, options.seed)
 
     def tell(what: str) -> None:
         sys.stderr.write(f"{what}\n")
@@ -402,7 +402,7 @@ def command() -> None:
         tempfile.TemporaryDirectory(prefix="headwater-mixed-", dir=memory_root(2 * _HOST_BYTES)) as memory,
     ):
         try:
-            Campaign(Path(root), Path(memory), report, python=options.python).run(options.seconds, tell)
+            MixedCampaign(Path(root), Path(memory), report, python=options.python).run(options.seconds, tell)
         except BaseException:
             for log in sorted(Path(root).glob("vllm-*.log")):
                 tell(log.read_text(errors="replace")[-3000:])

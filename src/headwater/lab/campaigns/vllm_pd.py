@@ -53,7 +53,7 @@ _SETTINGS: Final = {
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """What came of the requests of one part of the campaign."""
 
     requests: int = 0
@@ -69,7 +69,7 @@ class Tally:
         return not (self.wrong or self.late or self.tokens_before_an_error) and self.requests > 0
 
 
-class Child:
+class PdChild:
     """A process that is ended with us."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, **environment: str) -> None:
@@ -124,7 +124,7 @@ class Child:
             raise HeadwaterError(f"{self.name} ended with exit code {self._process.returncode}:\n{tail}")
 
 
-class Stage:
+class PdStage:
     """A router, and vLLM servers with their nodes."""
 
     def __init__(self, base: Path, stack: ExitStack) -> None:
@@ -135,7 +135,7 @@ class Stage:
         self._base = base
         self._stack = stack
         self._pool = f"local:{base / 'pool'}"
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, PdChild] = {}
         self._ports = {name: _free_port() for name in ("alone", "prefill", "decode")}
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Stage:
                 "kv_connector_extra_config": {"host_directory": None, "disk_directory": None, "pool": self._pool},
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        self._children[name] = Child(name, command, self._base / f"{name}.log")
+        self._children[name] = PdChild(name, command, self._base / f"{name}.log")
 
     def until_well(self, name: str) -> None:
         """Until a vLLM server answers. Blocks."""
@@ -175,13 +175,13 @@ class Stage:
         log = self._base / "router.log"
         key = ["--node-key-file", str(self._base / "node.key")]
         write_node_key(self._base / "node.key", NodeKey.random())
-        child = self._children["router"] = Child("router", [*_HEADWATER, "router", "--port", "0", *key], log)
+        child = self._children["router"] = PdChild("router", [*_HEADWATER, "router", "--port", "0", *key], log)
         router = child.url(r"answers on (http://[^/\s]+)")
         for role in ("prefill", "decode"):
             command = [*_HEADWATER, "vllm-node", "--vllm", self.url(role), "--role", role, "--pool", self._pool]
             command += ["--router", router, "--node", f"{role}-node", "--lease", "3", *key]
             log = self._base / f"{role}-node.log"
-            child = self._children[f"{role}-node"] = Child(f"{role} node", command, log)
+            child = self._children[f"{role}-node"] = PdChild(f"{role} node", command, log)
             child.url(r"node on (http://[^,\s]+)")
         self._children["router"].until_well(router)
         return router
@@ -194,12 +194,12 @@ class Stage:
 
 
 @contextmanager
-def _stage() -> Iterator[Stage]:
+def _stage() -> Iterator[PdStage]:
     with (
         tempfile.TemporaryDirectory(prefix="headwater-vllm-pd-", dir=memory_root(_POOL_BYTES)) as base,
         ExitStack() as stack,
     ):
-        stage = Stage(Path(base), stack)
+        stage = PdStage(Path(base), stack)
         stack.callback(stage.close)
         yield stage
 
@@ -244,7 +244,7 @@ async def ask(client: httpx2.AsyncClient, url: str, prompt: list[int], *, stream
         return f"connection {type(error).__name__}", tokens
 
 
-def _judge(tally: Tally, outcome: str, tokens: list[int], right: list[int]) -> None:
+def _judge(tally: RequestTally, outcome: str, tokens: list[int], right: list[int]) -> None:
     tally.requests += 1
     if outcome == "ok":
         tally.right += tokens == right
@@ -283,10 +283,10 @@ async def _all(url: str, prompts: Sequence[list[int]], *, width: int) -> list[tu
 
 
 async def _under_kills(
-    stage: Stage, router: str, prompts: list[list[int]], right: list[list[int]], kills: int
-) -> Tally:
+    stage: PdStage, router: str, prompts: list[list[int]], right: list[list[int]], kills: int
+) -> RequestTally:
     """Load while decode dies and comes back."""
-    tally, stop = Tally(), asyncio.Event()
+    tally, stop = RequestTally(), asyncio.Event()
 
     async def load(client: httpx2.AsyncClient, lane: int) -> None:
         at = lane
@@ -333,7 +333,7 @@ def run(*, requests: int, kills: int, seed: int = 0, say: Any = lambda text: Non
             stage.until_well(name)
         router = stage.start_router()
         say(f"{requests} requests")
-        apart = Tally()
+        apart = RequestTally()
         for (outcome, tokens), expected in zip(asyncio.run(_all(router, prompts, width=3)), right, strict=True):
             _judge(apart, outcome, tokens, expected)
         loaded = stage.loaded_tokens()

@@ -38,10 +38,10 @@ from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.lab.bench.report import machine
 from headwater.lab.bench.serve import make_talker
-from headwater.lab.chaos.chaos_faults import FAULTS, ON_LOCAL, ON_MOONCAKE, Fault
-from headwater.lab.chaos.chaos_fleet import Setup, Stage, Troupe
-from headwater.lab.chaos.chaos_load import Load, Question, Witness, make_questions, solve
-from headwater.lab.chaos.chaos_report import Scene, judge
+from headwater.lab.chaos.chaos_faults import FAULTS, ON_LOCAL, ON_MOONCAKE, ChaosFault
+from headwater.lab.chaos.chaos_fleet import ChaosFleet, FleetSetup, ForkServer
+from headwater.lab.chaos.chaos_load import ChaosLoad, ChaosQuestion, Witness, make_questions, solve
+from headwater.lab.chaos.chaos_report import ChaosScene, judge
 from headwater.storage.scratch import memory_root
 from headwater.testing.mooncake import MooncakePool
 
@@ -65,7 +65,7 @@ INJECTIONS: Final = ("spoil", "leak")  # what must be found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ChaosOptions:
     """How much of it."""
 
     faults: Sequence[str] = tuple(FAULTS)
@@ -78,7 +78,7 @@ class Options:
     keep: Path | None = None  # where the logs go; None: nowhere, when it is over
 
 
-def campaign(options: Options, *, tell: Tell | None = None) -> dict[str, Any]:
+def campaign(options: ChaosOptions, *, tell: Tell | None = None) -> dict[str, Any]:
     """Run the faults one after the other. Blocks, for many minutes. `ok` is the verdict."""
     tell = tell if tell is not None else lambda stage, done, total: None
     results: dict[str, Any] = {}
@@ -105,29 +105,29 @@ class Ground:
 
     place: Path
     model: Path
-    questions: Sequence[Question]
-    stage: Stage
+    questions: Sequence[ChaosQuestion]
+    stage: ForkServer
     witness: Witness
 
 
 @contextmanager
-def ground(options: Options) -> Iterator[Ground]:
+def ground(options: ChaosOptions) -> Iterator[Ground]:
     """Make a model, and have one engine answer the questions. Blocks for some seconds."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-chaos-")))
         if options.keep is not None:
             stack.callback(shutil.copytree, place, options.keep, dirs_exist_ok=True)
         model = place / "model"
-        stage = stack.enter_context(Stage(place))
+        stage = stack.enter_context(ForkServer(place))
         make_talker(model, seed=options.seed)
-        with Troupe(Setup(directory=place, model=model, pool=""), stage) as troupe:
-            troupe.start_single()
-            questions = solve(troupe.processes["single"].url, make_questions(options.questions, options.seed))
+        with ChaosFleet(FleetSetup(directory=place, model=model, pool=""), stage) as fleet:
+            fleet.start_single()
+            questions = solve(fleet.processes["single"].url, make_questions(options.questions, options.seed))
         yield Ground(place, model, questions, stage, stack.enter_context(Witness()))
 
 
 @contextmanager
-def world(options: Options, here: Ground, *, on_mooncake: bool = False) -> Iterator["World"]:
+def world(options: ChaosOptions, here: Ground, *, on_mooncake: bool = False) -> Iterator["ChaosWorld"]:
     """A router, nodes and a pool that answer. Blocks until they do."""
     with ExitStack() as stack:
         memory = tempfile.TemporaryDirectory(prefix="headwater-chaos-", dir=memory_root(_POOL_BYTES))
@@ -135,7 +135,7 @@ def world(options: Options, here: Ground, *, on_mooncake: bool = False) -> Itera
         pool = stack.enter_context(MooncakePool(segment_bytes=_SEGMENT_BYTES)) if on_mooncake else None
         if pool is None:
             open_local(LocalStoreConfig(directory=place, limit_bytes=_POOL_BYTES)).close()
-        setup = Setup(
+        setup = FleetSetup(
             directory=Path(tempfile.mkdtemp(prefix="world-", dir=here.place)),
             model=here.model,
             pool=pool.config().url if pool is not None else f"local:{place}",
@@ -143,36 +143,36 @@ def world(options: Options, here: Ground, *, on_mooncake: bool = False) -> Itera
             inject=options.inject,
             options={"decode-1": ("--no-recompute",)},
         )
-        troupe = stack.enter_context(Troupe(setup, here.stage))
-        troupe.start_router()
+        fleet = stack.enter_context(ChaosFleet(setup, here.stage))
+        fleet.start_router()
         for name in setup.nodes:
-            troupe.start(name)
-        troupe.until_found(setup.nodes)
-        yield World(options, here, troupe, pool)
+            fleet.start(name)
+        fleet.until_found(setup.nodes)
+        yield ChaosWorld(options, here, fleet, pool)
 
 
-class World:
-    """A troupe that plays, and what is asked of it."""
+class ChaosWorld:
+    """A fleet that runs, and what is asked of it."""
 
-    def __init__(self, options: Options, here: Ground, troupe: Troupe, pool: MooncakePool | None) -> None:
+    def __init__(self, options: ChaosOptions, here: Ground, fleet: ChaosFleet, pool: MooncakePool | None) -> None:
         self._options = options
-        self._troupe = troupe
+        self._fleet = fleet
         self._pool = pool
         self._questions = here.questions
         self._witness = here.witness
 
     def run(self, name: str, tell: Tell = lambda stage, done, total: None) -> dict[str, Any]:
         """One fault, as often as wanted."""
-        options, troupe = self._options, self._troupe
-        fault = FAULTS[name](troupe, random.Random(f"{options.seed} {name}"), pool=self._pool)
+        options, fleet = self._options, self._fleet
+        fault = FAULTS[name](fleet, random.Random(f"{options.seed} {name}"), pool=self._pool)
         seed = options.seed * 100 + list(FAULTS).index(name)
         begin_s = time.monotonic()
-        load = Load(troupe.url, self._questions, clients=options.clients, timeouts_s=fault.timeouts_s, seed=seed)
+        load = ChaosLoad(fleet.url, self._questions, clients=options.clients, timeouts_s=fault.timeouts_s, seed=seed)
         fault.num_right = lambda: load.num_right
-        self._witness.watch(str(troupe.processes["router"].pid), load.task)
-        num_kills, num_died, num_stalls = len(troupe.kills), len(troupe.died), len(self._witness.stalls)
-        scene = Scene(name, options.times)
-        before, num_tracebacks = troupe.seen(), troupe.num_tracebacks()
+        self._witness.watch(str(fleet.processes["router"].pid), load.task)
+        num_kills, num_died, num_stalls = len(fleet.kills), len(fleet.died), len(self._witness.stalls)
+        scene = ChaosScene(name, options.times)
+        before, num_tracebacks = fleet.seen(), fleet.num_tracebacks()
         over = False
         try:
             self._strike(fault, scene, load, tell)
@@ -180,24 +180,24 @@ class World:
         finally:
             load.stop(at_once=not over)
             fault.close()
-        troupe.until_found(troupe.setup.nodes)
-        held = troupe.until_idle(_IDLE_S)
+        fleet.until_found(fleet.setup.nodes)
+        held = fleet.until_idle(_IDLE_S)
         scene.recovered = self._calm()
         scene.told = load.told
-        scene.kills = troupe.kills[num_kills:]
-        scene.died = troupe.died[num_died:]
+        scene.kills = fleet.kills[num_kills:]
+        scene.died = fleet.died[num_died:]
         scene.stalls = self._witness.stalls[num_stalls:]
         scene.slots_left = sum(held.values())
-        scene.notes = fault.notes + held + _counted(before, troupe.seen())
-        scene.tracebacks = troupe.num_tracebacks() - num_tracebacks
+        scene.notes = fault.notes + held + _counted(before, fleet.seen())
+        scene.tracebacks = fleet.num_tracebacks() - num_tracebacks
         scene.seconds = time.monotonic() - begin_s
         return {"pool": POOLS[self._pool is not None], **judge(scene)}
 
     def end(self) -> list[str]:
         """Ask everybody to end; who does not, or not well. Nothing can be run afterwards."""
-        return self._troupe.end(_END_S)
+        return self._fleet.end(_END_S)
 
-    def _strike(self, fault: Fault, scene: Scene, load: Load, tell: Tell) -> None:
+    def _strike(self, fault: ChaosFault, scene: ChaosScene, load: ChaosLoad, tell: Tell) -> None:
         misses = 0
         while scene.injected < scene.wanted and misses < 3:
             tell(scene.fault, scene.injected, scene.wanted)
@@ -211,11 +211,11 @@ class World:
             misses = 0 if struck else misses + 1
         tell(scene.fault, scene.injected, scene.wanted)
 
-    def _pause(self, load: Load) -> None:
+    def _pause(self, load: ChaosLoad) -> None:
         """Until some requests have ended, so that each strike meets others."""
         enough = len(load.told) + self._options.clients // 2
         with suppress(TimeoutError):
-            self._troupe.wait(lambda: len(load.told) >= enough, "", _PAUSE_S)
+            self._fleet.wait(lambda: len(load.told) >= enough, "", _PAUSE_S)
 
     def _calm(self) -> bool:
         """Whether all is well again when nobody breaks anything: a row of right answers, by a deadline."""
@@ -223,7 +223,7 @@ class World:
         wanted = self._questions[:_NUM_CALM]
         while time.monotonic() < until_s:
             try:
-                found = solve(self._troupe.url, wanted)
+                found = solve(self._fleet.url, wanted)
             except RuntimeError:
                 time.sleep(0.2)
                 continue
@@ -262,7 +262,7 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def read_options(arguments: Sequence[str]) -> tuple[Options, bool]:
+def read_options(arguments: Sequence[str]) -> tuple[ChaosOptions, bool]:
     """What a command line says; whether JSON is wanted. Exits with code 2 where it makes no sense."""
     parser = argparse.ArgumentParser(prog="headwater chaos", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--times", type=int, default=50, help="of each fault")
@@ -274,7 +274,7 @@ def read_options(arguments: Sequence[str]) -> tuple[Options, bool]:
     parser.add_argument("--keep", type=Path, help="a directory for the logs of all processes")
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     given = parser.parse_args(arguments)
-    options = Options(
+    options = ChaosOptions(
         faults=tuple(given.fault or FAULTS),
         times=given.times,
         clients=given.clients,
@@ -297,7 +297,7 @@ def main(arguments: Sequence[str]) -> int:
         return _INTERRUPTED
 
 
-def _run(options: Options, arguments: Sequence[str], *, as_json: bool) -> int:
+def _run(options: ChaosOptions, arguments: Sequence[str], *, as_json: bool) -> int:
     from headwater.lab.draw import progress  # of the command line's own
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from headwater.lab.campaigns.pool_fault_kinds import Child
-from headwater.lab.chaos.chaos_fleet import START_S, Troupe
+from headwater.lab.campaigns.pool_fault_kinds import CampaignChild
+from headwater.lab.chaos.chaos_fleet import START_S, ChaosFleet
 from headwater.lab.chaos.chaos_store import HARMS
 from headwater.testing.mooncake import MooncakePool
 
@@ -21,13 +21,13 @@ _QUIET_S: Final = 0.1
 _VANDAL: Final = "headwater.lab.campaigns.pool_fault_vandal"
 
 
-class Fault:
+class ChaosFault:
     """One way to break things."""
 
     timeouts_s: tuple[float, ...] = (6.0, 12.0, 12.0)  # that clients wait
 
-    def __init__(self, troupe: Troupe, rng: random.Random, *, pool: MooncakePool | None = None) -> None:
-        self.troupe = troupe
+    def __init__(self, fleet: ChaosFleet, rng: random.Random, *, pool: MooncakePool | None = None) -> None:
+        self.fleet = fleet
         self.rng = rng
         self.pool = pool
         self.notes: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class Fault:
         """End what it started."""
 
     def names(self, role: str) -> list[str]:
-        return [name for name in self.troupe.setup.nodes if name.startswith(role)]
+        return [name for name in self.fleet.setup.nodes if name.startswith(role)]
 
     def one_of(self, role: str) -> str:
         """A node of a role that is there; waits for one, and has those started again that died. Raises TimeoutError."""
@@ -51,26 +51,26 @@ class Fault:
 
         def look() -> bool:
             for name in names:
-                if not self.troupe.processes[name].alive:
-                    self.troupe.start(name)
-            there.extend(name for name in names if self.troupe.found(name))
+                if not self.fleet.processes[name].alive:
+                    self.fleet.start(name)
+            there.extend(name for name in names if self.fleet.found(name))
             return bool(there)
 
-        self.troupe.wait(look, f"no {role} node is found again", START_S, every_s=0.02)
+        self.fleet.wait(look, f"no {role} node is found again", START_S, every_s=0.02)
         return there[0]
 
     @contextmanager
     def ordered(self, names: list[str], do: str, **more: object) -> Iterator[Callable[[], int]]:
         """While nodes do as they are told; how often they have."""
-        orders = {name: self.troupe.order(name, do, **more) for name in names}
+        orders = {name: self.fleet.order(name, do, **more) for name in names}
         try:
-            yield lambda: sum(self.troupe.num_done(name, order) for name, order in orders.items())
+            yield lambda: sum(self.fleet.num_done(name, order) for name, order in orders.items())
         finally:
             for name in names:
-                self.troupe.take_back(name)
+                self.fleet.take_back(name)
 
 
-class Dies(Fault):
+class Dies(ChaosFault):
     """A node kills itself at some call of its pool."""
 
     role = "prefill"
@@ -78,14 +78,14 @@ class Dies(Fault):
 
     def strike(self) -> bool:
         name = self.one_of(self.role)
-        process = self.troupe.processes[name]
+        process = self.fleet.processes[name]
         process.doomed = True
-        self.troupe.order(name, self.when)
-        dead = self.troupe.until_dead(name, _MOST_S)
-        self.troupe.take_back(name)
+        self.fleet.order(name, self.when)
+        dead = self.fleet.until_dead(name, _MOST_S)
+        self.fleet.take_back(name)
         process.doomed = not dead
         if dead:
-            self.troupe.start(name)
+            self.fleet.start(name)
         return dead
 
 
@@ -114,43 +114,43 @@ class DiesReading(Dies):
     when = "reading"
 
 
-class ChosenDies(Fault):
+class ChosenDies(ChaosFault):
     """Whoever the router has just chosen for a request, of whatever role."""
 
     def strike(self) -> bool:
         until_s = time.monotonic() + _MOST_S
         while time.monotonic() < until_s:
-            self.troupe.poll()
-            for name in self.troupe.setup.nodes:
-                if not self.troupe.processes[name].alive:
-                    self.troupe.start(name)
+            self.fleet.poll()
+            for name in self.fleet.setup.nodes:
+                if not self.fleet.processes[name].alive:
+                    self.fleet.start(name)
             chosen = self._chosen()
             if chosen is not None:
-                self.troupe.kill(chosen)
-                self.troupe.until_dead(chosen, _MOST_S)
+                self.fleet.kill(chosen)
+                self.fleet.until_dead(chosen, _MOST_S)
                 self.notes[chosen.partition("-")[0]] += 1
-                self.troupe.start(chosen)
+                self.fleet.start(chosen)
                 self.one_of(chosen.partition("-")[0])
                 return True
         return False
 
     def _chosen(self) -> str | None:
-        trips = [one["attempts"][-1] for one in self.troupe.state()["under_way"] if one["attempts"]]
-        nodes: list[str] = [one["node"] for one in trips if one["outcome"] == "under way"]
-        roles = {one.partition("-")[0] for one in nodes if self.troupe.processes[one].alive}
+        attempts = [one["attempts"][-1] for one in self.fleet.state()["under_way"] if one["attempts"]]
+        nodes: list[str] = [one["node"] for one in attempts if one["outcome"] == "under way"]
+        roles = {one.partition("-")[0] for one in nodes if self.fleet.processes[one].alive}
         if not roles:
             return None
         role = self.rng.choice(sorted(roles))
-        return self.rng.choice([one for one in nodes if one.startswith(role) and self.troupe.processes[one].alive])
+        return self.rng.choice([one for one in nodes if one.startswith(role) and self.fleet.processes[one].alive])
 
 
-class PoolFull(Fault):
+class PoolFull(ChaosFault):
     """No page is taken, for a while."""
 
     def strike(self) -> bool:
         seconds = self.rng.uniform(0.2, 0.8)
         with self.ordered(self.names("prefill"), "full") as num_done:
-            self.troupe.wait(lambda: num_done() > 0, "nothing was written to a full pool", _MOST_S)
+            self.fleet.wait(lambda: num_done() > 0, "nothing was written to a full pool", _MOST_S)
             self._hold(seconds)
             self.notes["puts_refused"] += num_done()
         self._hold(_QUIET_S)
@@ -158,7 +158,7 @@ class PoolFull(Fault):
 
     def _hold(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
-        self.troupe.wait(lambda: time.monotonic() >= until_s, "", seconds + 60)
+        self.fleet.wait(lambda: time.monotonic() >= until_s, "", seconds + 60)
 
 
 class PoolSlow(PoolFull):
@@ -167,15 +167,15 @@ class PoolSlow(PoolFull):
     timeouts_s = (3.0, 8.0, 20.0)
 
     def strike(self) -> bool:
-        with self.ordered(self.troupe.setup.nodes, "slow", seconds=SLOW_S) as num_done:
-            self.troupe.wait(lambda: num_done() > 0, "nobody called a slow pool", _MOST_S)
+        with self.ordered(self.fleet.setup.nodes, "slow", seconds=SLOW_S) as num_done:
+            self.fleet.wait(lambda: num_done() > 0, "nobody called a slow pool", _MOST_S)
             self._hold(SLOW_S * self.rng.uniform(1.0, 1.6))
             self.notes["slow_calls"] += num_done()
         self._hold(2 * _QUIET_S)
         return True
 
 
-class Harmed(Fault):
+class Harmed(ChaosFault):
     """A page that decode is about to read is not what prefill wrote."""
 
     kind = ""
@@ -183,11 +183,11 @@ class Harmed(Fault):
     def strike(self) -> bool:
         name = self.one_of("decode")
         with self.ordered([name], self.kind) as num_done:
-            self.troupe.wait(lambda: num_done() > 0, f"no page was {self.kind}", _MOST_S)
+            self.fleet.wait(lambda: num_done() > 0, f"no page was {self.kind}", _MOST_S)
         return True
 
 
-class MasterDies(Fault):
+class MasterDies(ChaosFault):
     """The Mooncake master is killed, is down for a moment, and starts again with an empty memory."""
 
     def strike(self) -> bool:
@@ -198,22 +198,22 @@ class MasterDies(Fault):
         self._wait(self.rng.uniform(0.1, 1.0))
         self.pool.start_master()
         try:
-            self.troupe.wait(lambda: self.num_right() > before + 5, "", _MOST_S)
+            self.fleet.wait(lambda: self.num_right() > before + 5, "", _MOST_S)
         except TimeoutError:
             self.notes["slow_to_recover"] += 1
         return True
 
     def _wait(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
-        self.troupe.wait(lambda: time.monotonic() >= until_s, "", seconds + 60)
+        self.fleet.wait(lambda: time.monotonic() >= until_s, "", seconds + 60)
 
 
 class MooncakeFull(MasterDies):
     """A real pool is full of what may not be evicted, for a while."""
 
-    def __init__(self, troupe: Troupe, rng: random.Random, *, pool: MooncakePool | None = None) -> None:
-        super().__init__(troupe, rng, pool=pool)
-        self._vandal = Child(_VANDAL, "vandal", troupe.setup.pool, errors=troupe.setup.directory / "vandal.err")
+    def __init__(self, fleet: ChaosFleet, rng: random.Random, *, pool: MooncakePool | None = None) -> None:
+        super().__init__(fleet, rng, pool=pool)
+        self._vandal = CampaignChild(_VANDAL, "vandal", fleet.setup.pool, errors=fleet.setup.directory / "vandal.err")
         self._vandal.answer()
 
     def strike(self) -> bool:
@@ -228,11 +228,11 @@ class MooncakeFull(MasterDies):
         self._vandal.kill()
 
 
-def _harmed(kind: str) -> type[Fault]:
+def _harmed(kind: str) -> type[ChaosFault]:
     return type(f"Harmed_{kind}", (Harmed,), {"kind": kind, "__doc__": f"A page is {kind}."})
 
 
-FAULTS: Final[dict[str, type[Fault]]] = {
+FAULTS: Final[dict[str, type[ChaosFault]]] = {
     "prefill_dies_before_write": DiesBefore,
     "prefill_dies_during_write": DiesDuring,
     "prefill_dies_after_write": DiesAfter,

@@ -36,7 +36,7 @@ _ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL
 
 
 @dataclass(slots=True)
-class Process:
+class FleetProcess:
     """A router or a node, as it runs now."""
 
     name: str
@@ -49,7 +49,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class FleetSetup:
     """What to start."""
 
     directory: Path
@@ -67,7 +67,7 @@ class Setup:
         return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
 
 
-class Stage:
+class ForkServer:
     """What all processes are forked from. As a context: there, and gone with all of them at its end."""
 
     def __init__(self, directory: Path) -> None:
@@ -140,13 +140,13 @@ class Stage:
             wait_s = 0.0
 
 
-class Troupe:
+class ChaosFleet:
     """A router and its nodes. As a context: none of them is left at its end."""
 
-    def __init__(self, setup: Setup, stage: Stage) -> None:
+    def __init__(self, setup: FleetSetup, stage: ForkServer) -> None:
         """Starts nobody yet."""
         self.setup = setup
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, FleetProcess] = {}
         self.kills: list[tuple[str, float]] = []
         self.died: list[str] = []
         self._stage = stage
@@ -154,7 +154,7 @@ class Troupe:
         if not key_file.exists():
             write_node_key(key_file, NodeKey.random())
         self._key = ("--node-key-file", str(key_file))
-        self._by_pid: dict[int, Process] = {}
+        self._by_pid: dict[int, FleetProcess] = {}
         self._num_orders = 0
         self._num_starts = 0
 
@@ -175,7 +175,7 @@ class Troupe:
 
     # --- coming -------------------------------------------------------------------------------------------------------
 
-    def run(self, name: str, arguments: Iterable[str]) -> Process:
+    def run(self, name: str, arguments: Iterable[str]) -> FleetProcess:
         """Fork one. It is there when this returns, and answers later."""
         log = self._log(name)
         size = log.stat().st_size if log.exists() else 0
@@ -189,7 +189,7 @@ class Troupe:
                 "inject": self.setup.inject,
             }
         )
-        process = self.processes[name] = self._by_pid[pid] = Process(name, pid, size)
+        process = self.processes[name] = self._by_pid[pid] = FleetProcess(name, pid, size)
         return process
 
     def start_router(self) -> None:
@@ -232,7 +232,7 @@ class Troupe:
         known = {one["node"]: one["url"] for one in self.state()["nodes"]}
         return process.alive and bool(self._address(process)) and known.get(name) == process.url
 
-    def _address(self, process: Process) -> str:
+    def _address(self, process: FleetProcess) -> str:
         """Where it answers, if it has said so."""
         place = self._log(process.name)
         if not process.url and place.exists():

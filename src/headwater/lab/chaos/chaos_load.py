@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from headwater.lab.chaos.chaos_report import Answer, Span, Told
+from headwater.lab.chaos.chaos_report import ClientAnswer, RightAnswer, Span
 
 BLOCK_TOKENS: Final = 16
 _LENGTHS: Final = (1, 2, 15, 16, 17, 31, 32, 33, 48, 61, 100, 160, 250)
 _WORDS: Final = ("river", "stones", "where", "old", "rain", "has", "time", "to", "ask", "for", "more", "hills", "keep")
-_UNKNOWN: Final = Answer("", "")
+_UNKNOWN: Final = RightAnswer("", "")
 _GIVE_UP_S: Final = 30.0  # behind the deadline: then a client has waited for something that hangs
 _BEAT_S: Final = 0.02
 _STALL_S: Final = 0.05
@@ -32,15 +32,15 @@ _WAITED_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ChaosQuestion:
     """What is asked, and the right answer, if it is known."""
 
     path: str
     body: Mapping[str, Any]
-    answer: Answer = _UNKNOWN
+    answer: RightAnswer = _UNKNOWN
 
 
-def make_questions(number: int, seed: int) -> list[Question]:
+def make_questions(number: int, seed: int) -> list[ChaosQuestion]:
     """Questions of all sorts, without answers. They follow from the seed."""
     rng = random.Random(seed)
     found = []
@@ -55,21 +55,21 @@ def make_questions(number: int, seed: int) -> list[Question]:
         if i % 5 == 4:
             content = " ".join(rng.choices(_WORDS, k=max(1, length // 6)))
             body |= {"messages": [{"role": "user", "content": content}]}
-            found.append(Question("/v1/chat/completions", body))
+            found.append(ChaosQuestion("/v1/chat/completions", body))
         else:
             tokens = [rng.randrange(0x20, 0x7F) for _ in range(length)]
             body |= {"prompt": bytes(tokens).decode() if i % 5 == 3 else tokens}
-            found.append(Question("/v1/completions", body))
+            found.append(ChaosQuestion("/v1/completions", body))
     return found
 
 
-def solve(url: str, questions: Sequence[Question]) -> list[Question]:
+def solve(url: str, questions: Sequence[ChaosQuestion]) -> list[ChaosQuestion]:
     """The same questions with the answers that a server gives to one after the other. Blocks. Raises RuntimeError."""
 
-    async def all_of_them() -> list[Question]:
+    async def all_of_them() -> list[ChaosQuestion]:
         solved = []
         for number, question in enumerate(questions):
-            told = Told(
+            told = ClientAnswer(
                 request_id=f"solve-{number}",
                 answer=_UNKNOWN,
                 begin_s=time.monotonic(),
@@ -78,20 +78,20 @@ def solve(url: str, questions: Sequence[Question]) -> list[Question]:
             await _ask(url, question.path, dict(question.body), told)
             if told.status != 200 or not told.done or told.finish is None:
                 raise RuntimeError(f"the single engine did not answer: {told.line()}")
-            solved.append(replace(question, answer=Answer(told.text, told.finish)))
+            solved.append(replace(question, answer=RightAnswer(told.text, told.finish)))
         return solved
 
     return asyncio.run(all_of_them())
 
 
-class Load:
+class ChaosLoad:
     """Clients that ask until they are stopped."""
 
     def __init__(
-        self, url: str, questions: Sequence[Question], *, clients: int, timeouts_s: Sequence[float], seed: int
+        self, url: str, questions: Sequence[ChaosQuestion], *, clients: int, timeouts_s: Sequence[float], seed: int
     ) -> None:
         """Starts them."""
-        self.told: list[Told] = []
+        self.told: list[ClientAnswer] = []
         self._url = url
         self._questions = questions
         self._timeouts_s = timeouts_s
@@ -132,7 +132,7 @@ class Load:
         while not self._over.is_set():
             question = rng.choice(self._questions)
             self._num_asked += 1
-            told = Told(
+            told = ClientAnswer(
                 request_id=f"chaos-{self._name}-{self._num_asked}",
                 answer=question.answer,
                 begin_s=time.monotonic(),
@@ -195,7 +195,9 @@ def _waited_s(place: str) -> float:
 # --- one exchange -----------------------------------------------------------------------------------------------------
 
 
-async def _ask(url: str, path: str, body: Mapping[str, Any], told: Told, *, leave_s: float | None = None) -> None:
+async def _ask(
+    url: str, path: str, body: Mapping[str, Any], told: ClientAnswer, *, leave_s: float | None = None
+) -> None:
     """Ask, and write down what came. With `leave_s`, go away after so long. Never raises."""
     received = bytearray()
     patience_s = told.deadline_s + _GIVE_UP_S - time.monotonic() if leave_s is None else leave_s
@@ -214,7 +216,7 @@ async def _ask(url: str, path: str, body: Mapping[str, Any], told: Told, *, leav
         told.left = False
 
 
-async def _exchange(url: str, path: str, body: Mapping[str, Any], told: Told, received: bytearray) -> None:
+async def _exchange(url: str, path: str, body: Mapping[str, Any], told: ClientAnswer, received: bytearray) -> None:
     parts = urlsplit(url)
     content = json.dumps(body).encode()
     head = (
@@ -233,7 +235,7 @@ async def _exchange(url: str, path: str, body: Mapping[str, Any], told: Told, re
             await writer.wait_closed()
 
 
-def read_answer(received: bytes, told: Told) -> None:
+def read_answer(received: bytes, told: ClientAnswer) -> None:
     """What the bytes of an answer say. Does not raise: what cannot be read is trouble."""
     try:
         head, end, rest = received.partition(b"\r\n\r\n")
@@ -273,7 +275,7 @@ def _unchunked(data: bytes) -> tuple[bytes, bool]:
         at = end + 2 + size + 2
 
 
-def _read_document(document: Mapping[str, Any], told: Told) -> None:
+def _read_document(document: Mapping[str, Any], told: ClientAnswer) -> None:
     if told.status != 200:
         told.error = document["error"]
         return
@@ -283,7 +285,7 @@ def _read_document(document: Mapping[str, Any], told: Told) -> None:
     told.done = True
 
 
-def _read_events(body: bytes, told: Told) -> None:
+def _read_events(body: bytes, told: ClientAnswer) -> None:
     for event in body.split(b"\n\n")[:-1]:
         said = event.removeprefix(b"data: ")
         if said == b"[DONE]":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from headwater.build import stores
-from headwater.lab.chaos.chaos_store import Orders, haunt
+from headwater.lab.chaos.chaos_store import FaultOrders, haunt
 from headwater.storage.base import Store
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -36,7 +36,7 @@ def _say(**what: object) -> None:
     os.write(1, (json.dumps(what) + "\n").encode())
 
 
-def _haunt_pools(orders: Orders, seed: int) -> None:
+def _haunt_pools(orders: FaultOrders, seed: int) -> None:
     """Whatever pool this process opens obeys."""
     real = stores.open_pool
 
@@ -100,7 +100,7 @@ def _child(what: dict[str, Any]) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         random.seed()
-        _haunt_pools(Orders(directory, what["name"]), what["seed"])
+        _haunt_pools(FaultOrders(directory, what["name"]), what["seed"])
         if "spoil" in what["inject"]:
             _spoil_loads()
         if "leak" in what["inject"]:

@@ -42,7 +42,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RightAnswer:
     """What is right."""
 
     text: str
@@ -50,11 +50,11 @@ class Answer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class ClientAnswer:
     """What a client was told, and when."""
 
     request_id: str
-    answer: Answer  # what it should have been
+    answer: RightAnswer  # what it should have been
     begin_s: float
     deadline_s: float
     end_s: float = 0.0
@@ -82,7 +82,7 @@ class Told:
         return f"{self.request_id}: {what}, {took_s:.2f} of {had_s:.2f} s, {self.code} ({said}){texts}"[:600]
 
 
-def verdict(told: Told) -> Verdict:
+def verdict(told: ClientAnswer) -> Verdict:
     """How a request ended. Pure."""
     answer = told.answer
     said = (told.error or {}).get("message")
@@ -99,7 +99,7 @@ def verdict(told: Told) -> Verdict:
     return Verdict.DISHONEST
 
 
-def late_s(told: Told, stalls: Iterable[Span] = ()) -> float:
+def late_s(told: ClientAnswer, stalls: Iterable[Span] = ()) -> float:
     """Seconds behind the deadline that nobody but us is to blame for. Pure."""
     behind_s = told.end_s - told.deadline_s
     if behind_s <= SLACK_S:
@@ -108,7 +108,7 @@ def late_s(told: Told, stalls: Iterable[Span] = ()) -> float:
     return behind_s - sum(end - begin for begin, end in union(span for span in spans if span[0] < span[1]))
 
 
-def broke_by_itself(told: Told, kills: Iterable[tuple[str, float]]) -> bool:
+def broke_by_itself(told: ClientAnswer, kills: Iterable[tuple[str, float]]) -> bool:
     """Whether a stream that had begun broke though nobody who may have answered it was killed. Pure."""
     if not (told.status == 200 and told.error is not None and told.text):
         return False
@@ -120,13 +120,13 @@ def broke_by_itself(told: Told, kills: Iterable[tuple[str, float]]) -> bool:
 
 
 @dataclass(slots=True)
-class Scene:
+class ChaosScene:
     """What happened while one fault was injected again and again."""
 
     fault: str
     wanted: int
     injected: int = 0
-    told: Sequence[Told] = ()
+    told: Sequence[ClientAnswer] = ()
     kills: Sequence[tuple[str, float]] = ()  # node, and when
     stalls: Sequence[Span] = ()
     slots_left: int = 0
@@ -137,7 +137,7 @@ class Scene:
     notes: Counter[str] = field(default_factory=Counter)
 
 
-def judge(scene: Scene) -> dict[str, Any]:
+def judge(scene: ChaosScene) -> dict[str, Any]:
     """The counts of one fault; `ok` if nothing is wrong with them. Pure."""
     verdicts = Counter[Verdict]()
     errors, examples = Counter[str](), list[str]()

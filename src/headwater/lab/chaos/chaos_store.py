@@ -1,6 +1,6 @@
 """A node's pool that goes wrong when it is told to: orders come by a file, what was done goes into another.
 
-`Orders` are one node's: the newest is in `NAME.order`, and each is obeyed in the node's process, at the calls of its
+`FaultOrders` are one node's: the newest is in `NAME.order`, and each is obeyed in the node's process, at the calls of its
 pool, so that a fault comes exactly before, in or after a write or a read. `haunt` hooks the methods of the store
 itself: it stays what it is, with all that it can do besides, and what is damaged is damaged in the pool.
 
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, parse
-from headwater.storage.base import Borrow, Deadline, GetStatus, PutStatus, Reservation, Store
+from headwater.storage.base import Borrow, Deadline, Reservation, Store
 from headwater.storage.local import MappedStore
 
 DIE: Final = ("before", "during", "after", "reading")
@@ -33,7 +34,7 @@ _SPREAD_S: Final = 0.02  # in which a process dies after a write
 _SOON_S: Final = 2.0  # for the vandal's own calls
 
 
-class Orders:
+class FaultOrders:
     """What a node is to do wrong, and what it did. Several threads may ask."""
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -67,7 +68,7 @@ class Orders:
         os.write(self._fd, (json.dumps({"id": order["id"], "what": what}) + "\n").encode())
 
 
-def haunt(store: Store, orders: Orders, *, seed: int = 0) -> Store:
+def haunt(store: Store, orders: FaultOrders, *, seed: int = 0) -> Store:
     """Hook a store's methods, in place; the same store."""
     ghost = _Ghost(store, orders, random.Random(seed))
     for name in ("put", "publish", "reserve"):
@@ -97,7 +98,7 @@ def _hook(store: Store, name: str, around: _Around) -> None:
 class _Ghost:
     """What happens around a store's calls."""
 
-    def __init__(self, store: Store, orders: Orders, rng: random.Random) -> None:
+    def __init__(self, store: Store, orders: FaultOrders, rng: random.Random) -> None:
         self._store = store
         self._orders = orders
         self._rng = rng
@@ -108,10 +109,10 @@ class _Ghost:
         match order.get("do"):
             case "slow":
                 if self._dawdle(order, deadline):
-                    return [PutStatus.LATE] * len(items)
+                    return [Status.LATE] * len(items)
             case "full" if name != "publish":
                 self._orders.did(order, name)
-                return [PutStatus.NO_ROOM] * len(items)
+                return [Status.NO_ROOM] * len(items)
             case "before":
                 self._die(order)
             case "during":
@@ -128,7 +129,7 @@ class _Ghost:
         order = self._orders.now()
         what = order.get("do")
         if what == "slow" and self._dawdle(order, deadline):
-            return [GetStatus.LATE] * len(items)
+            return [Status.LATE] * len(items)
         if what == "reading":
             if self._rng.random() < 0.5:
                 self._half(order, real, items, deadline)
@@ -217,7 +218,7 @@ class _Ghost:
         for one, status in zip(items, found, strict=True):
             if isinstance(status, Borrow):
                 self._seen = (status.name, bytes(status.view))
-            elif status is GetStatus.HIT:
+            elif status is Status.HIT:
                 self._seen = (one[0], bytes(one[1]))
 
 

@@ -28,7 +28,7 @@ from array import array
 from typing import Final
 
 from headwater.core.keys import BlockKey
-from headwater.lab.replay.trace import Request
+from headwater.lab.replay.trace import TraceRequest
 
 _NEVER: Final = (1 << 31) - 1
 
@@ -44,7 +44,7 @@ class Future:
         self._numbers: dict[BlockKey, int] = {}
         self._last_at = array("q")  # of each different block, where it was requested last
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TraceRequest) -> None:
         """The next request. Mutates."""
         now = len(self._ends)
         for key in request.keys:

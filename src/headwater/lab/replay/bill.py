@@ -22,7 +22,7 @@ def default_block_bytes(block_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ReplaySetup:
     """What a trace is replayed on."""
 
     policy: str
@@ -76,10 +76,10 @@ class TierUse:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """What became of a trace."""
 
-    setup: Setup
+    setup: ReplaySetup
     num_requests: int = 0
     requested_blocks: int = 0
     cut_requests: int = 0  # those of more blocks than the device has

@@ -14,7 +14,7 @@ from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
 from headwater.core.errors import InvalidInput
 from headwater.core.events import fingerprint
-from headwater.storage.recording import Began, Cut, Ended, Heard, read
+from headwater.storage.recording import Began, Heard, RecordingCut, RecordingEnded, read
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
 
@@ -66,11 +66,11 @@ def replay_events(path: Path, *, tell: Tell | None = None) -> Replayed:
             if found is not None:
                 difference = f"event {num_events}, a {type(line.event).__name__}: {found}"
                 break
-        elif isinstance(line, Ended):
+        elif isinstance(line, RecordingEnded):
             cut = None
             if line.digest != brain.digest():
                 difference = f"after event {num_events}: it said the same to every event, and its state is another"
-        elif isinstance(line, Cut):
+        elif isinstance(line, RecordingCut):
             cut = line.why
     return Replayed(num_events, num_brains, num_failed, _digest(brain), cut, difference)
 

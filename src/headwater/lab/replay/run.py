@@ -25,9 +25,9 @@ from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
-from headwater.lab.replay.bill import STORE, Outcome, Setup, TierUse
-from headwater.lab.replay.trace import ROOT, Request, Survey, Tell, Trace
-from headwater.lab.replay.virtual import CountingStore, VirtualHands
+from headwater.lab.replay.bill import STORE, ReplayOutcome, ReplaySetup, TierUse
+from headwater.lab.replay.trace import ROOT, Tell, Trace, TraceRequest, TraceSurvey
+from headwater.lab.replay.virtual import CountingExecutor, CountingStore
 
 TOO_LONG: Final = "too_long"
 _EVERY: Final = 64  # requests between two reports of progress
@@ -42,9 +42,9 @@ class _Live:
 
 
 class Replay:
-    """A brain, its hands, and requests on their way. `feed` requests in order of time, then `finish`."""
+    """A brain, its executor, and requests on their way. `feed` requests in order of time, then `finish`."""
 
-    def __init__(self, setup: Setup, *, block_tokens: int, most_blocks: int | None = None) -> None:
+    def __init__(self, setup: ReplaySetup, *, block_tokens: int, most_blocks: int | None = None) -> None:
         """`most_blocks`: all blocks that will be requested; a device of more is as good as one of so many."""
         config = setup.cache_config(block_tokens, most_blocks=most_blocks)
         block_bytes = config.block_bytes
@@ -53,8 +53,8 @@ class Replay:
         self.stores: dict[str, CountingStore] = {}
         if setup.store_blocks:
             self.stores[STORE] = CountingStore(setup.store_blocks, policy=setup.policy, block_bytes=block_bytes)
-        self._hands = VirtualHands(self.stores, block_bytes=block_bytes, gbs=setup.store_gbs)
-        self._outcome = Outcome(setup=setup)
+        self._executor = CountingExecutor(self.stores, block_bytes=block_bytes, gbs=setup.store_gbs)
+        self._outcome = ReplayOutcome(setup=setup)
         self._hits: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
@@ -64,7 +64,7 @@ class Replay:
         self._waits: dict[int, str] = {}  # jobs that a request waits for
         self._refused: list[str] = []  # requests that found no room, in order
 
-    def feed(self, request: Request) -> None:
+    def feed(self, request: TraceRequest) -> None:
         """The next request comes, after all that ends until then."""
         self._advance(request.at_s)
         self._now_s = max(self._now_s, request.at_s)
@@ -82,7 +82,7 @@ class Replay:
         self._ready.append(name)
         self._advance(self._now_s)
 
-    def finish(self) -> Outcome:
+    def finish(self) -> ReplayOutcome:
         """Let everything under way end. Returns the bill; the replay is over."""
         self._advance(float("inf"))
         if self._live:
@@ -90,7 +90,7 @@ class Replay:
         outcome, totals = self._outcome, self.brain.accounts.totals
         device = TierUse(name=DEVICE, blocks=self.setup.blocks, hit_blocks=self._hits[DEVICE])
         device.evicted_blocks = int(totals.get(("evicted_blocks_total", (("tier", DEVICE),)), 0))
-        device.read_bytes = self._hands.num_saved * self._block_bytes
+        device.read_bytes = self._executor.num_saved * self._block_bytes
         outcome.tiers = [device]
         for name, store in self.stores.items():
             use = TierUse(name=name, blocks=store.num_blocks, hit_blocks=self._hits[name])
@@ -108,30 +108,30 @@ class Replay:
     def _advance(self, until_s: float) -> None:
         """Let happen what happens by then: jobs that end now, then requests that may go on, then time."""
         while True:
-            next_s = self._hands.next_s
+            next_s = self._executor.next_s
             if self._ready and (next_s is None or next_s > self._now_s):
                 self._go_on(self._ready.popleft())
             elif next_s is not None and next_s <= until_s:
                 self._now_s = max(self._now_s, next_s)
-                event = self._hands.due()
+                event = self._executor.due()
                 self._say(event, self._waiter(event))
             else:
                 return
 
     def _say(self, event: ev.Event, name: str | None) -> bool:
-        """Tell the brain, on behalf of a request, and let the hands begin what it says. True if it granted slots."""
+        """Tell the brain, on behalf of a request, and let the executor begin what it says. True if it granted slots."""
         granted = False
         told: deque[tuple[ev.Event, str | None]] = deque([(event, name)])
         while told:
             event, name = told.popleft()
             out = self.brain.handle(event)
             for one in out:
-                if isinstance(one, ev.Look | ev.Load) and name is not None:
+                if isinstance(one, ev.Probe | ev.Load) and name is not None:
                     self._waits[one.job] = name
                 elif isinstance(one, ev.Finished):
                     self._bill(one)
                 granted |= isinstance(one, ev.Granted)
-            told.extend((report, self._waiter(report)) for report in self._hands.submit(out, now_s=self._now_s))
+            told.extend((report, self._waiter(report)) for report in self._executor.submit(out, now_s=self._now_s))
         return granted
 
     def _waiter(self, event: ev.Event) -> str | None:
@@ -147,7 +147,7 @@ class Replay:
         if live is None:
             return
         record = self.brain.requests[name]
-        if record.looks or (record.reserved and record.ready_s is None):
+        if record.probes or (record.reserved and record.ready_s is None):
             return  # the end of a job wakes it
         if not record.reserved:
             if not self._say(ev.Wanted(now_s=self._now_s, request=name, num_blocks=len(live.keys)), name):
@@ -174,7 +174,7 @@ class Replay:
         self._outcome.waited_s += finished.waited_s
 
 
-def replay(trace: Trace, setup: Setup, *, survey: Survey, tell: Tell | None = None) -> Outcome:
+def replay(trace: Trace, setup: ReplaySetup, *, survey: TraceSurvey, tell: Tell | None = None) -> ReplayOutcome:
     """Replay a whole trace. Blocks for as long as the brain thinks; raises InvalidInput for a bad line."""
     begin_s = time.perf_counter()
     run = Replay(setup, block_tokens=trace.block_tokens, most_blocks=survey.num_blocks)

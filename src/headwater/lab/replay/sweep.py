@@ -7,9 +7,9 @@ from typing import Any, Final
 from headwater import policy
 from headwater.core.errors import InvalidConfig
 from headwater.lab.replay.belady import Future
-from headwater.lab.replay.bill import LAYOUT, Outcome, Setup
+from headwater.lab.replay.bill import LAYOUT, ReplayOutcome, ReplaySetup
 from headwater.lab.replay.run import replay
-from headwater.lab.replay.trace import Survey, Tell, Trace, survey
+from headwater.lab.replay.trace import Tell, Trace, TraceSurvey, survey
 
 CAPACITIES: Final = (1_000, 3_000, 10_000, 30_000)
 PLOT_CAPACITIES: Final = (500, 1_000, 2_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
@@ -43,11 +43,11 @@ class Sweep:
     """All outcomes, and the bound of each number of blocks."""
 
     trace: Trace
-    survey: Survey
-    outcomes: Sequence[Outcome]
+    survey: TraceSurvey
+    outcomes: Sequence[ReplayOutcome]
     bounds: Sequence[Bound]
 
-    def bound(self, outcome: Outcome) -> Bound:
+    def bound(self, outcome: ReplayOutcome) -> Bound:
         """What would have been possible."""
         blocks = outcome.setup.blocks + outcome.setup.store_blocks
         return next(bound for bound in self.bounds if bound.blocks == blocks)
@@ -97,7 +97,7 @@ def capacities(text: str) -> list[int]:
         raise InvalidConfig(f"--blocks is a number, or several with commas between them, not {text!r}") from None
 
 
-def sweep(trace: Trace, setups: Iterable[Setup], *, tell: Tell | None = None) -> Sweep:
+def sweep(trace: Trace, setups: Iterable[ReplaySetup], *, tell: Tell | None = None) -> Sweep:
     """Replay a trace on each setup. Blocks; raises InvalidInput for a bad line before anything is replayed."""
     wanted = list(setups)
     for setup in wanted:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headwater.core.errors import InvalidConfig
-from headwater.lab.replay.trace import Record, Trace
+from headwater.lab.replay.trace import Trace, TraceRecord
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Synthetic(Trace):
         self._num_requests = num_requests
         self._seed = seed
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         """Make the requests."""
         rng = random.Random(self._seed)  # noqa: S311  no secrets here
         ids: dict[tuple[str, int], int] = {}
@@ -150,7 +150,7 @@ class Synthetic(Trace):
             now_s, number, session = heapq.heappop(waiting)
             session.answer_tokens = _tokens(rng, 250)
             input_tokens = sum(tokens for _, tokens in session.segments)
-            yield Record(round(now_s * 1e3), input_tokens, session.answer_tokens, self._ids(session, ids))
+            yield TraceRecord(round(now_s * 1e3), input_tokens, session.answer_tokens, self._ids(session, ids))
             if session.turns_left:
                 session.turns_left -= 1
                 now_s += self._kind.go_on(rng, f"session {number}", session)

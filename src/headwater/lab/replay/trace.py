@@ -33,7 +33,7 @@ _EVERY: Final = 512  # requests between two reports of progress
 Tell = Callable[[str, int, int], None]  # stage, done, total
 
 
-class Record(NamedTuple):
+class TraceRecord(NamedTuple):
     """One line of a trace."""
 
     timestamp_ms: float
@@ -42,7 +42,7 @@ class Record(NamedTuple):
     ids: tuple[int, ...]
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request as the cache sees it: when it came, and its blocks by the trace's ids and by our keys."""
 
     at_s: float
@@ -62,16 +62,16 @@ class Trace(ABC):
         self.full_blocks_only = full_blocks_only
 
     @abstractmethod
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         """The lines, checked, from the first on."""
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[TraceRequest]:
         """The requests, from the first on. Raises InvalidInput at a line that is none."""
         for record in self.records():
             ids = record.ids
             if self.full_blocks_only:
                 ids = ids[: record.input_tokens // self.block_tokens]
-            yield Request(record.timestamp_ms / 1e3, ids, keys_of(ids))
+            yield TraceRequest(record.timestamp_ms / 1e3, ids, keys_of(ids))
 
 
 class TraceFile(Trace):
@@ -81,7 +81,7 @@ class TraceFile(Trace):
         super().__init__(str(path), block_tokens=block_tokens, full_blocks_only=full_blocks_only)
         self._path = path
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[TraceRecord]:
         """Read the file. Raises OSError, and InvalidInput with file and line for what is not a request."""
         before_ms = 0.0
         with self._path.open("rb") as lines:
@@ -99,7 +99,7 @@ class TraceFile(Trace):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class TraceSurvey:
     """What a trace holds, and what an unbounded cache would hit of it."""
 
     num_requests: int
@@ -121,7 +121,9 @@ def keys_of(ids: tuple[int, ...]) -> tuple[BlockKey, ...]:
     return tuple(block_keys(np.array(ids, dtype="<u8").view("<u4"), parent=ROOT, block_tokens=2))
 
 
-def survey(trace: Trace, *, each: Callable[[Request], None] | None = None, tell: Tell | None = None) -> Survey:
+def survey(
+    trace: Trace, *, each: Callable[[TraceRequest], None] | None = None, tell: Tell | None = None
+) -> TraceSurvey:
     """Read a trace once; `each` hears every request. Raises InvalidInput for a bad line, or if there is no block."""
     seen: set[BlockKey] = set()
     first_key: dict[int, BlockKey] = {}
@@ -146,7 +148,7 @@ def survey(trace: Trace, *, each: Callable[[Request], None] | None = None, tell:
             tell("reading", num_requests, num_requests)
     if not num_blocks:
         raise InvalidInput(f"{trace.name}: no block is requested in {num_requests} requests")
-    return Survey(
+    return TraceSurvey(
         num_requests=num_requests,
         num_blocks=num_blocks,
         num_unique_blocks=len(seen),
@@ -157,7 +159,7 @@ def survey(trace: Trace, *, each: Callable[[Request], None] | None = None, tell:
     )
 
 
-def _record(line: bytes, block_tokens: int) -> Record:
+def _record(line: bytes, block_tokens: int) -> TraceRecord:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -179,7 +181,7 @@ def _record(line: bytes, block_tokens: int) -> Record:
         raise InvalidInput(
             f"{len(ids)} hash_ids, and {input_tokens} tokens are {wanted} blocks of {block_tokens} (--block-tokens)"
         )
-    return Record(float(timestamp), input_tokens, output_tokens, tuple(ids))
+    return TraceRecord(float(timestamp), input_tokens, output_tokens, tuple(ids))
 
 
 def _field(found: dict[str, Any], name: str) -> Any:

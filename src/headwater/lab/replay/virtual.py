@@ -1,7 +1,7 @@
-"""Hands in virtual time, over stores that count: a store is a set of names with a limit, and no byte moves.
+"""An executor in virtual time, over stores that count: a store is a set of names with a limit, and no byte moves.
 
 `CountingStore` keeps to what `storage.base` asks of a store: it takes no block without the one before it, evicts leaves
-only, in the order of the production policy, and answers one status per block. `VirtualHands` runs the brain's jobs on
+only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs on
 such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each other,
 and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
 
@@ -18,23 +18,22 @@ from headwater.core.events import (
     Copied,
     Demote,
     Event,
-    Failure,
     Instruction,
     Job,
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Save,
     StoreCopy,
 )
 from headwater.core.keys import BlockKey
+from headwater.core.results import Reason, Status
 from headwater.policy import BlockFacts, History, LeafOrder, policy_by_name
-from headwater.storage.base import GetStatus, PutStatus
 
 
 @dataclass(slots=True)
-class _Block:
+class _VirtualBlock:
     parent: BlockKey
     depth: int
     hits: int = 0
@@ -48,7 +47,7 @@ class CountingStore:
         self.num_evicted = self.num_read = self.num_written = 0
         self._policy = policy_by_name(policy)
         self._block_bytes = block_bytes
-        self._blocks: dict[BlockKey, _Block] = {}
+        self._blocks: dict[BlockKey, _VirtualBlock] = {}
         self._order: LeafOrder[BlockKey] = LeafOrder()
         self._history: History[BlockKey] | None = History(lambda: self._order) if self._policy.looks_back else None
 
@@ -57,45 +56,45 @@ class CountingStore:
         return len(self._blocks)
 
     def contains(self, keys: Sequence[BlockKey]) -> list[str]:
-        """Which blocks are there, as a Look has it. Counts as no use."""
+        """Which blocks are there, as a Probe has it. Counts as no use."""
         return ["held" if key in self._blocks else "absent" for key in keys]
 
-    def get(self, keys: Sequence[BlockKey], *, now_s: float) -> list[GetStatus]:
+    def get(self, keys: Sequence[BlockKey], *, now_s: float) -> list[Status]:
         """Read a row, up to the first block that is not there."""
         found = next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
         for key in keys[:found]:
             self._use(key, self._blocks[key], now_s)
         self.num_read += found
-        return [GetStatus.HIT] * found + [GetStatus.MISS] * (len(keys) - found)
+        return [Status.HIT] * found + [Status.MISS] * (len(keys) - found)
 
-    def put(self, keys: Sequence[BlockKey], *, parent: BlockKey, depth: int, now_s: float) -> list[PutStatus]:
+    def put(self, keys: Sequence[BlockKey], *, parent: BlockKey, depth: int, now_s: float) -> list[Status]:
         """Write a row behind `parent`, which must be held unless the row is a sequence's first."""
         results = []
         for at, key in enumerate(keys, depth):
             results.append(self._put(key, parent, at, now_s))
             parent = key
-        self.num_written += results.count(PutStatus.STORED)
+        self.num_written += results.count(Status.STORED)
         return results
 
-    def _put(self, key: BlockKey, parent: BlockKey, depth: int, now_s: float) -> PutStatus:
+    def _put(self, key: BlockKey, parent: BlockKey, depth: int, now_s: float) -> Status:
         if key in self._blocks:
-            return PutStatus.EXISTS  # and no use: the production worker asks first, and leaves out what is there
+            return Status.EXISTS  # and no use: the production worker asks first, and leaves out what is there
         if depth and parent not in self._blocks:
-            return PutStatus.NO_PARENT
+            return Status.NO_PARENT
         if len(self._blocks) >= self.num_blocks:
             victim = self._order.pop(spare={parent})
             if victim is None:
-                return PutStatus.NO_ROOM
+                return Status.NO_ROOM
             del self._blocks[victim[0]]
             self.num_evicted += 1
             if self._history is not None:
                 self._history.evicted(victim[0])
-        self._blocks[key] = _Block(parent, depth)
+        self._blocks[key] = _VirtualBlock(parent, depth)
         facts = BlockFacts(used_s=now_s, hits=0, depth=depth, num_bytes=self._block_bytes)
         if self._history is not None:
             facts = self._history.inserted(key, parent, now_s, depth=depth, num_bytes=self._block_bytes)
         self._order.add(key, parent, self._policy.priority(facts))
-        return PutStatus.STORED
+        return Status.STORED
 
     def place(self, key: BlockKey) -> tuple[BlockKey, int]:
         """What a held block builds on, and how deep it lies."""
@@ -107,7 +106,7 @@ class CountingStore:
         self._order.validate()
         assert len(self._order) == len(self._blocks) <= self.num_blocks, "more blocks than there is room for"  # noqa: S101
 
-    def _use(self, key: BlockKey, block: _Block, now_s: float) -> None:
+    def _use(self, key: BlockKey, block: _VirtualBlock, now_s: float) -> None:
         block.hits += 1
         facts = BlockFacts(used_s=now_s, hits=block.hits, depth=block.depth, num_bytes=self._block_bytes)
         if self._history is not None:
@@ -115,7 +114,7 @@ class CountingStore:
         self._order.touch(key, self._policy.priority(facts))
 
 
-class VirtualHands:
+class CountingExecutor:
     """Runs the brain's jobs. Nothing happens by itself: `next_s` says when something is due, `due` does it."""
 
     def __init__(self, stores: Mapping[str, CountingStore], *, block_bytes: int, gbs: float | None = None) -> None:
@@ -148,7 +147,7 @@ class VirtualHands:
                     events.append(Copied(now_s=now_s, job=one.job))
             elif isinstance(one, Cancel) and self._jobs.pop(one.job, None) is not None:
                 del self._ends_s[one.job]
-                events.append(JobFailed(now_s=now_s, job=one.job, failure=Failure.CANCELLED))
+                events.append(JobFailed(now_s=now_s, job=one.job, failure=Reason.CANCELLED))
         return events
 
     def due(self) -> Event:
@@ -159,7 +158,7 @@ class VirtualHands:
         job = self._jobs.pop(number)
         del self._ends_s[number]
         if late:
-            return JobFailed(now_s=now_s, job=number, failure=Failure.LATE)
+            return JobFailed(now_s=now_s, job=number, failure=Reason.LATE)
         results, num_moved = self._run(job, now_s)
         return JobDone(
             now_s=now_s,
@@ -171,7 +170,7 @@ class VirtualHands:
 
     def _begin(self, job: Job, now_s: float) -> None:
         end_s, late = now_s, False
-        if not isinstance(job, Look):
+        if not isinstance(job, Probe):
             lane = (job.target, False) if isinstance(job, StoreCopy) else (job.store, isinstance(job, Load))
             begin_s = self._ends_s.get(job.after, now_s) if isinstance(job, Save | Demote) else now_s
             end_s = max(begin_s, self._free_s.get(lane, now_s)) + self._block_s * len(job.keys)
@@ -186,28 +185,28 @@ class VirtualHands:
     def _run(self, job: Job, now_s: float) -> tuple[tuple[str, ...], int]:
         """Do a job at the moment it ends: its results, and how many blocks it moved."""
         store = self._stores[job.store]
-        if isinstance(job, Look):
+        if isinstance(job, Probe):
             return tuple(store.contains(job.keys)), 0
         if isinstance(job, Load):
             got = store.get(job.keys, now_s=now_s)
-            return tuple(got), got.count(GetStatus.HIT)
-        put: list[PutStatus | GetStatus] = []
+            return tuple(got), got.count(Status.HIT)
+        put: list[Status] = []
         if isinstance(job, Save):
             put += store.put(job.keys, parent=job.parent, depth=job.depth, now_s=now_s)
         else:
             put += self._copy(job, now_s)
-        return tuple(put), put.count(PutStatus.STORED)
+        return tuple(put), put.count(Status.STORED)
 
-    def _copy(self, job: Job, now_s: float) -> list[PutStatus | GetStatus]:
+    def _copy(self, job: Job, now_s: float) -> list[Status]:
         assert isinstance(job, StoreCopy), "a job of no known sort"  # noqa: S101
         source, target = self._stores[job.store], self._stores[job.target]
         if isinstance(job, Demote):  # that counts as no use
             num_hit = next((i for i, one in enumerate(source.contains(job.keys)) if one != "held"), len(job.keys))
         else:
-            num_hit = source.get(job.keys, now_s=now_s).count(GetStatus.HIT)
-        put: list[PutStatus | GetStatus] = []
+            num_hit = source.get(job.keys, now_s=now_s).count(Status.HIT)
+        put: list[Status] = []
         if num_hit:
             parent, depth = source.place(job.keys[0])
             put += target.put(job.keys[:num_hit], parent=parent, depth=depth, now_s=now_s)
-        lacking = GetStatus.MISS if isinstance(job, Demote) else PutStatus.FAILED
+        lacking = Status.MISS if isinstance(job, Demote) else Status.FAILED
         return put + [lacking] * (len(job.keys) - num_hit)

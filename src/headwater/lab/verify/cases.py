@@ -27,6 +27,7 @@ from headwater.build import open_cache, open_local
 from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.loader import load_model
@@ -34,7 +35,7 @@ from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
 from headwater.engine.request import Output, Request, Sampling, Usage
 from headwater.layout.frame import frame_bytes
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
@@ -138,11 +139,11 @@ class _Failing(OpaqueStore):
         super().__init__(store)
         self._num_good = num_good
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Give the first ones, fail for the rest."""
         good = self.store.get_into(pages[: self._num_good], deadline=deadline)
         self._num_good = max(0, self._num_good - len(pages))
-        return good + [GetStatus.FAILED] * (len(pages) - len(good))
+        return good + [Status.FAILED] * (len(pages) - len(good))
 
 
 class _Rig:
@@ -188,7 +189,7 @@ def _rig(
         num_slots=num_blocks,
         block_tokens=model.block_tokens,
         block_bytes=model.layout.page_bytes,
-        tiers=tuple(TierConfig(name=name, look_timeout_s=_WAIT_S, load_timeout_s=_WAIT_S) for name in stores),
+        tiers=tuple(TierConfig(name=name, probe_timeout_s=_WAIT_S, load_timeout_s=_WAIT_S) for name in stores),
         compute_base_s=0.0,
     )
     with ExitStack() as stack:
@@ -203,7 +204,7 @@ def _rig(
         def watch(request: Request, logits: torch.Tensor) -> None:
             runs[request.name].logits.append(logits.detach().cpu().clone())
 
-        connector = _Patient(cache, model.identity, look_s=_WAIT_S)
+        connector = _Patient(cache, model.identity, probe_s=_WAIT_S)
         engine = stack.enter_context(Engine(model, planes, connector, EngineConfig(step_tokens=_CHUNK), watch=watch))
         yield _Rig(planes, engine, runs)
         if not cache.drain(_WAIT_S):

@@ -25,7 +25,7 @@ from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
 from headwater.lab.verify.cases import BLOCK_TOKENS, FAMILIES, Tell
 from headwater.lab.verify.pd_cases import PdCase, Suite
-from headwater.lab.verify.pd_nodes import Node, Spoiling, open_node
+from headwater.lab.verify.pd_nodes import PdNode, Spoiling, open_node
 from headwater.lab.verify.pd_ranks import open_ranks
 from headwater.lab.verify.pd_request import Comparison, Nodes
 from headwater.pool import local as mooncake
@@ -162,7 +162,7 @@ def _verify(
 def _open_suite(family: _Family, pool: str, url: str, *, store: Store, inject: bool) -> Iterator[Suite]:
     with ExitStack() as stack:
 
-        def node(name: str, role: Role, *, spoilt: bool = False) -> Node:
+        def node(name: str, role: Role, *, spoilt: bool = False) -> PdNode:
             model = family.load()
             where = None if role is Role.MIXED else url
             opened = open_node(name, Spoiling(model) if spoilt else model, family.path, role=role, pool=where)

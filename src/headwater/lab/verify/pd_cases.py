@@ -16,9 +16,9 @@ from typing import Final
 from headwater.build import POOL_TIER
 from headwater.engine.request import Sampling
 from headwater.lab.verify.cases import BLOCK_TOKENS
-from headwater.lab.verify.pd_nodes import Node
+from headwater.lab.verify.pd_nodes import PdNode
 from headwater.lab.verify.pd_ranks import TP_SIZE
-from headwater.lab.verify.pd_request import Comparison, Different, Talk, Turn, Unlucky
+from headwater.lab.verify.pd_request import ComparedTurn, Comparison, Different, Talk, Unlucky
 
 _ANSWER: Final = 8
 _TALK: Final = 3 * BLOCK_TOKENS - 3  # tokens of a conversation's first prompt,
@@ -67,7 +67,7 @@ class Suite:
     def cases(self) -> dict[str, Callable[[], PdCase]]:
         """The cases by name, in order."""
         prefill, other, ranks = self._nodes.prefill, self._nodes.other, self._nodes.ranks
-        runs: dict[str, Callable[[random.Random], list[Turn]]] = {
+        runs: dict[str, Callable[[random.Random], list[ComparedTurn]]] = {
             _tokens(length): partial(self._run_length, prefill, length, _GREEDY) for length in _LENGTHS
         }
         runs |= {
@@ -86,7 +86,7 @@ class Suite:
         }
         return {case: partial(self._run, case, run) for case, run in runs.items()}
 
-    def _run(self, case: str, run: Callable[[random.Random], list[Turn]]) -> PdCase:
+    def _run(self, case: str, run: Callable[[random.Random], list[ComparedTurn]]) -> PdCase:
         found = PdCase(pool=self._pool, family=self._family, case=case, problem="it was not run")
         for tries in range(1, _TRIES + 1):
             try:
@@ -107,20 +107,20 @@ class Suite:
                 )
         return found
 
-    def _run_length(self, node: Node, length: int, sampling: Sampling, draw: random.Random) -> list[Turn]:
+    def _run_length(self, node: PdNode, length: int, sampling: Sampling, draw: random.Random) -> list[ComparedTurn]:
         turn = self._fresh(node, _prompt(draw, length), sampling, Talk())
         if turn.ticket.tp_size != (TP_SIZE if node is self._nodes.ranks else 1):
             raise Different(f"the ticket is of {turn.ticket.tp_size} ranks")
         return [turn]
 
-    def _run_sampled(self, sampling: Sampling, draw: random.Random) -> list[Turn]:
+    def _run_sampled(self, sampling: Sampling, draw: random.Random) -> list[ComparedTurn]:
         prompt = _prompt(draw, 2 * BLOCK_TOKENS + 5)
         turn = self._fresh(self._nodes.prefill, prompt, sampling, Talk())
         if turn.tokens == self._compare.alone(prompt, _GREEDY, Talk()).tokens:
             raise Unlucky("chance chose the most likely tokens")
         return [turn]
 
-    def _run_over(self, draw: random.Random) -> list[Turn]:
+    def _run_over(self, draw: random.Random) -> list[ComparedTurn]:
         """It was to have one token, or the first one ends it: nothing is to be read, and nothing is."""
         prompt = _prompt(draw, BLOCK_TOKENS + 3)
         one = replace(_GREEDY, max_tokens=1, logprobs=None)
@@ -133,7 +133,7 @@ class Suite:
             raise Different("an answer that was over was read from the pool")
         return done
 
-    def _run_stopped(self, draw: random.Random) -> list[Turn]:
+    def _run_stopped(self, draw: random.Random) -> list[ComparedTurn]:
         """A token of the answer that decode chooses ends it."""
         prompt = _prompt(draw, 2 * BLOCK_TOKENS + 5)
         last = self._compare.alone(prompt, _GREEDY, Talk()).tokens[-2]
@@ -142,7 +142,7 @@ class Suite:
             raise Unlucky(f"an answer of {len(turn.tokens)} tokens was not stopped on its way")
         return [turn]
 
-    def _run_turns(self, nodes: Sequence[Node], draw: random.Random) -> list[Turn]:
+    def _run_turns(self, nodes: Sequence[PdNode], draw: random.Random) -> list[ComparedTurn]:
         """A conversation: what decode answered is found by the next prefill, wherever that is."""
         sampling = replace(_GREEDY, max_tokens=_LONG_ANSWER)
         prompt, talk = _prompt(draw, _TALK), Talk()
@@ -165,7 +165,7 @@ class Suite:
             done.append(turn)
         return done
 
-    def _run_at_once(self, draw: random.Random) -> list[Turn]:
+    def _run_at_once(self, draw: random.Random) -> list[ComparedTurn]:
         prompt = _prompt(draw, _MANY)
         both = [node.send(prompt, _SEEDED) for node in (self._nodes.prefill, self._nodes.other)]
         at_once = not both[0].over.is_set()
@@ -180,7 +180,7 @@ class Suite:
             raise Unlucky("one was done before the other began")
         return done
 
-    def _fresh(self, node: Node, prompt: list[int], sampling: Sampling, talk: Talk) -> Turn:
+    def _fresh(self, node: PdNode, prompt: list[int], sampling: Sampling, talk: Talk) -> ComparedTurn:
         """A prompt that nobody has seen: all of it is computed by one node, all of it goes through the pool."""
         before = node.num_computed
         turn = self._compare.request(node, prompt, sampling, talk)

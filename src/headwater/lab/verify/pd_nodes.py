@@ -28,7 +28,7 @@ WAIT_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Heard:
+class HeardRequest:
     """What a request's listener heard so far. `end` waits for the rest."""
 
     name: str
@@ -65,7 +65,7 @@ class Heard:
         return usage
 
 
-class Node:
+class PdNode:
     """One engine, and what it was asked."""
 
     def __init__(self, name: str, engine: Engine) -> None:
@@ -85,10 +85,10 @@ class Node:
         *,
         handoff: Sending | Taking | None = None,
         salt: bytes = b"",
-    ) -> Heard:
+    ) -> HeardRequest:
         """Submit a request. Does not block."""
         self._num += 1
-        heard = Heard(f"request {self._num} of {self.name}")
+        heard = HeardRequest(f"request {self._num} of {self.name}")
         self.engine.submit(
             Request(
                 name=heard.name,
@@ -101,11 +101,11 @@ class Node:
         )
         return heard
 
-    def send(self, prompt: Sequence[int], sampling: Sampling) -> Heard:
+    def send(self, prompt: Sequence[int], sampling: Sampling) -> HeardRequest:
         """Have a prompt computed and sent. Does not block."""
         return self.ask(prompt, sampling, handoff=Sending(until_s=time.monotonic() + WAIT_S))
 
-    def take(self, ticket: Ticket, prompt: Sequence[int], sampling: Sampling) -> Heard:
+    def take(self, ticket: Ticket, prompt: Sequence[int], sampling: Sampling) -> HeardRequest:
         """Have one taken over, computing nothing of its prompt. Does not block."""
         taking = Taking(ticket=ticket, until_s=time.monotonic() + WAIT_S, recompute=False)
         return self.ask(prompt, sampling, handoff=taking)
@@ -140,7 +140,7 @@ class Spoiling(Model):
 
 
 @contextmanager
-def open_node(name: str, model: Model, path: Path, *, role: Role, pool: str | None) -> Iterator[Node]:
+def open_node(name: str, model: Model, path: Path, *, role: Role, pool: str | None) -> Iterator[PdNode]:
     """A node as `headwater serve` would build it. Raises InvalidConfig, and what its pool raises."""
     config = ServeConfig(
         model=path,
@@ -152,4 +152,4 @@ def open_node(name: str, model: Model, path: Path, *, role: Role, pool: str | No
         step_tokens=model.block_tokens,
     )
     with open_engine(config, model=model) as running:
-        yield Node(name, running.engine)
+        yield PdNode(name, running.engine)

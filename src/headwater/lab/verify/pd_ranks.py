@@ -22,7 +22,7 @@ from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.handoffs import Handoffs
 from headwater.engine.models.base import Model
-from headwater.lab.verify.pd_nodes import NUM_BLOCKS, Node
+from headwater.lab.verify.pd_nodes import NUM_BLOCKS, PdNode
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import Part, byte_ranges, parts
@@ -86,7 +86,7 @@ def rank_namings(model: Model) -> list[Naming]:
 
 
 @contextmanager
-def open_ranks(name: str, model: Model, pool: str) -> Iterator[Node]:
+def open_ranks(name: str, model: Model, pool: str) -> Iterator[PdNode]:
     """The node. Raises what its pool raises."""
     layout, identity = model.layout, model.identity
     with ExitStack() as stack:
@@ -113,7 +113,7 @@ def open_ranks(name: str, model: Model, pool: str) -> Iterator[Node]:
             EngineConfig(step_tokens=layout.block_tokens),
             handoffs=handoffs,
         )
-        yield Node(name, stack.enter_context(engine))
+        yield PdNode(name, stack.enter_context(engine))
 
 
 def _naming(model: Model, part: Part) -> Naming:

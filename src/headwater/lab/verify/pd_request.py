@@ -18,7 +18,7 @@ from headwater.build import POOL_TIER
 from headwater.disagg.protocol import Ticket, decode
 from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Sampling
-from headwater.lab.verify.pd_nodes import WAIT_S, Heard, Node
+from headwater.lab.verify.pd_nodes import WAIT_S, HeardRequest, PdNode
 from headwater.lab.verify.pd_ranks import TP_SIZE, rank_namings
 from headwater.storage.base import Deadline, Store
 from headwater.transfer.executor.tier import Naming
@@ -36,11 +36,11 @@ class Unlucky(Exception):
 class Nodes:
     """Who takes part."""
 
-    alone: Node  # the reference
-    prefill: Node
-    other: Node  # prefill, too
-    ranks: Node  # prefill, with the pages of two ranks
-    decode: Node
+    alone: PdNode  # the reference
+    prefill: PdNode
+    other: PdNode  # prefill, too
+    ranks: PdNode  # prefill, with the pages of two ranks
+    decode: PdNode
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ComparedTurn:
     """One request, compared and found equal."""
 
     ticket: Ticket
@@ -73,19 +73,19 @@ class Comparison:
         self._whole = Naming(identity=model.identity.digest, layout=model.layout)
         self._ranks = rank_namings(model)
 
-    def alone(self, prompt: Sequence[int], sampling: Sampling, talk: Talk) -> Heard:
+    def alone(self, prompt: Sequence[int], sampling: Sampling, talk: Talk) -> HeardRequest:
         """What one engine answers by itself."""
         heard = self.nodes.alone.ask(prompt, sampling, salt=talk.salt)
         if heard.finish not in (Finish.LENGTH, Finish.STOP) or heard.usage.cached_tokens != talk.num_there:
             raise Different(f"the engine alone ended with {heard.finish}, and found {heard.usage.cached_by_tier}")
         return heard
 
-    def request(self, node: Node, prompt: list[int], sampling: Sampling, talk: Talk) -> Turn:
+    def request(self, node: PdNode, prompt: list[int], sampling: Sampling, talk: Talk) -> ComparedTurn:
         """Have a prompt computed by one node and answered by another."""
         sent = node.send(prompt, sampling)
         return self.taken(sent, self.ticket(sent, prompt), prompt, sampling, talk)
 
-    def ticket(self, sent: Heard, prompt: list[int]) -> Ticket:
+    def ticket(self, sent: HeardRequest, prompt: list[int]) -> Ticket:
         """What prefill answered, as it arrives elsewhere."""
         end = sent.end()
         if end.finish is not Finish.SENT or end.ticket is None or sent.tokens:
@@ -102,7 +102,9 @@ class Comparison:
             raise Different("the pool has whole pages beside those of the ranks")
         return ticket
 
-    def taken(self, sent: Heard, ticket: Ticket, prompt: list[int], sampling: Sampling, talk: Talk) -> Turn:
+    def taken(
+        self, sent: HeardRequest, ticket: Ticket, prompt: list[int], sampling: Sampling, talk: Talk
+    ) -> ComparedTurn:
         """Have decode go on, and compare."""
         chosen = sampling.temperature > 0 and sampling.seed is None  # by prefill
         expected = self.alone(prompt, replace(sampling, seed=ticket.sampler.seed) if chosen else sampling, talk)
@@ -119,9 +121,9 @@ class Comparison:
             raise Different("other tokens")
         if taken.logprobs != expected.logprobs:
             raise Different("other log-probabilities")
-        return Turn(ticket, taken.tokens, sent.usage.cached_by_tier, self._num_read(taken, ticket), computed)
+        return ComparedTurn(ticket, taken.tokens, sent.usage.cached_by_tier, self._num_read(taken, ticket), computed)
 
-    def _num_read(self, taken: Heard, ticket: Ticket) -> int:
+    def _num_read(self, taken: HeardRequest, ticket: Ticket) -> int:
         """Blocks that decode read: full ones by its cache or by the handoff, the tail by the handoff."""
         usage = taken.usage
         moved, rest = divmod(usage.num_pool_bytes, self._whole.frame_bytes)

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidConfig, StoreUnavailable
 from headwater.engine.make_model import make_model
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed, engine_settings, worker_command
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed, engine_settings, worker_command
 from headwater.lab.bench.vllm_contenders import require_vllm
 from headwater.lab.verify.vllm_cases import BATCHES, BOTH, DEADLINE_S, FIRST, KILLED, LATER, Cases
-from headwater.lab.verify.vllm_scene import LOAD_S, ROOM_BYTES, Case, Kind, Places, Scene, kinds_of
+from headwater.lab.verify.vllm_scene import LOAD_S, ROOM_BYTES, ModelKind, Places, VllmCase, VllmScene, kinds_of
 from headwater.pool.redis import redis_server
 from headwater.storage.scratch import disk_root, memory_root
 
@@ -54,7 +54,7 @@ class VllmReport:
     device: str = "cpu"
     pool: str = ""
     about: dict[str, Any] = field(default_factory=dict)
-    cases: list[Case] = field(default_factory=list)
+    cases: list[VllmCase] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -117,10 +117,10 @@ def run(
             make_model(models[kind].family, disk / kind, overrides=models[kind].overrides)
         right: dict[str, dict[str, list[list[list[int]]]]] = {kind: {} for kind in kinds}
 
-        def scene_of(worker: Worker, kind: str, other: Scene | None = None) -> Scene:
-            return Scene(worker, models[kind], places[kind], disk / kind, right[kind], inject=inject, other=other)
+        def scene_of(worker: EngineProcess, kind: str, other: VllmScene | None = None) -> VllmScene:
+            return VllmScene(worker, models[kind], places[kind], disk / kind, right[kind], inject=inject, other=other)
 
-        def play(scene: Scene, cases: Cases) -> None:
+        def play(scene: VllmScene, cases: Cases) -> None:
             for name in _play(scene, cases, only, report, tell):
                 report.seconds = time.monotonic() - begin_s
                 if keep is not None:
@@ -142,7 +142,7 @@ def run(
 
 
 def _play(
-    scene: Scene,
+    scene: VllmScene,
     cases: Cases,
     only: Callable[[str], bool] | None,
     report: VllmReport,
@@ -159,18 +159,18 @@ def _play(
         try:
             report.cases.append(check(scene))
         except WorkerFailed as error:
-            report.cases.append(Case(model=scene.kind.name, case=name, problem=str(error)))
+            report.cases.append(VllmCase(model=scene.kind.name, case=name, problem=str(error)))
             if not scene.alive:
                 raise
         yield name
 
 
 @contextmanager
-def _worker(python: str, device: str, *, log: Path) -> Iterator[tuple[Worker, dict[str, Any]]]:
+def _worker(python: str, device: str, *, log: Path) -> Iterator[tuple[EngineProcess, dict[str, Any]]]:
     """A process that has imported vLLM."""
     settings = engine_settings(device) | {"TRITON_F32_DEFAULT": "ieee"}  # or its float32 has ten bits
     command = worker_command(python, (), {}, module="headwater.lab.verify.vllm_worker")
-    worker = Worker("vLLM", command, settings=settings, log=log)
+    worker = EngineProcess("vLLM", command, settings=settings, log=log)
     try:
         about = worker.wait_up(_UP_S)
         yield worker, {name: about[name] for name in ("vllm", "torch", "num_threads")}
@@ -192,4 +192,4 @@ def _pool(stack: ExitStack, disk: Path) -> str:
         return f"local:{disk / 'pool'}"
 
 
-__all__ = ["Case", "Kind", "VllmReport", "run"]
+__all__ = ["ModelKind", "VllmCase", "VllmReport", "run"]

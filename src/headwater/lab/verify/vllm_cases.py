@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
-from headwater.lab.verify.vllm_faults import Fault
-from headwater.lab.verify.vllm_scene import ANSWER, PATIENCE_S, PROMPT_BLOCKS, ROOM_BYTES, Case, Scene
+from headwater.lab.verify.vllm_faults import VllmFault
+from headwater.lab.verify.vllm_scene import ANSWER, PATIENCE_S, PROMPT_BLOCKS, ROOM_BYTES, VllmCase, VllmScene
 
 _TAIL: Final = 5
 _BATCH: Final = 8
@@ -26,35 +26,35 @@ _LOADED: Final = 'headwater jobs_total{tier="host",job="load",outcome="done"}'
 _MISSED: Final = "headwater miss_tokens_total"
 
 
-def _whole(scene: Scene) -> int:
+def _whole(scene: VllmScene) -> int:
     return PROMPT_BLOCKS * scene.kind.block_tokens
 
 
-def _prefixes(scene: Scene) -> list[list[int]]:
+def _prefixes(scene: VllmScene) -> list[list[int]]:
     return [scene.prompt(f"prefix {at}", num_blocks=4, tail=0) for at in range(2)]
 
 
-def _eight(scene: Scene) -> list[list[int]]:
+def _eight(scene: VllmScene) -> list[list[int]]:
     """Prompts that share one of two prefixes; each has a tail of its own, of another length."""
     prefixes = _prefixes(scene)
     return [prefixes[at % 2] + scene.prompt(f"tail {at}", num_blocks=at % 3, tail=_TAIL + at) for at in range(_BATCH)]
 
 
-def _three(scene: Scene) -> list[list[int]]:
+def _three(scene: VllmScene) -> list[list[int]]:
     return [scene.prompt(f"long {at}", num_blocks=3) for at in range(3)]
 
 
-def _half(scene: Scene) -> list[int]:
+def _half(scene: VllmScene) -> list[int]:
     """A prompt of which the first half is that of the usual one."""
     return scene.prompt("usual")[: _whole(scene) // 2] + scene.prompt("other half")
 
 
-def _many(scene: Scene) -> list[list[int]]:
+def _many(scene: VllmScene) -> list[list[int]]:
     """A crowd: all of it fits the device at once."""
     return [scene.prompt(f"crowd {at}", num_blocks=_CROWD_BLOCKS) for at in range(_CROWD)]
 
 
-def _answers(scene: Scene, prompts: list[list[int]]) -> list[list[list[int]]]:
+def _answers(scene: VllmScene, prompts: list[list[int]]) -> list[list[list[int]]]:
     """What vLLM alone answers; where that depends on it, with each number of blocks in its own cache."""
     found = [scene.ask(*prompts)["tokens"]]
     scene.settle()
@@ -68,7 +68,7 @@ def _answers(scene: Scene, prompts: list[list[int]]) -> list[list[list[int]]]:
     return found
 
 
-def _cold(scene: Scene) -> Case:
+def _cold(scene: VllmScene) -> VllmCase:
     """Ask everything without a connector; then the first time with one."""
     scene.open()
     asked = {name: [scene.prompt(name)] for name in ("usual", "of two", "cut")} | {"half": [_half(scene)]}
@@ -84,20 +84,20 @@ def _cold(scene: Scene) -> Case:
     return scene.case("cold", scene.ask(*asked["usual"]), "usual", cached=0, hits={})
 
 
-def _local(scene: Scene) -> Case:
+def _local(scene: VllmScene) -> VllmCase:
     if not scene.facts["prefix_caching"]:
         return scene.skipped("local hit", "vLLM switches its own prefix cache off for this model")
     said = scene.ask(scene.prompt("usual"))
     return scene.case("local hit", said, "usual", cached=_whole(scene), hits={"device": _whole(scene)})
 
 
-def _host(scene: Scene) -> Case:
+def _host(scene: VllmScene) -> VllmCase:
     scene.settle()
     said = scene.ask(scene.prompt("usual"))
     return scene.case("host", said, "usual", cached=_whole(scene), hits={"host": _whole(scene)})
 
 
-def _batch(scene: Scene) -> Case:
+def _batch(scene: VllmScene) -> VllmCase:
     """Two prefixes are in the stores, and nowhere else; then eight prompts at once."""
     for prefix in _prefixes(scene):
         scene.ask([*prefix, 3])
@@ -111,14 +111,14 @@ def _batch(scene: Scene) -> Case:
     return case
 
 
-def _tier(scene: Scene, name: str, source: str, *tiers: str, load: str = "async") -> Case:
+def _tier(scene: VllmScene, name: str, source: str, *tiers: str, load: str = "async") -> VllmCase:
     """The usual prompt from the first of some tiers, in a new engine."""
     scene.open(*tiers, load=load)
     said = scene.ask(scene.prompt("usual"))
     return scene.case(name, said, "usual", cached=_whole(scene), hits={source: _whole(scene)})
 
 
-def _failing(scene: Scene, name: str, fault: Fault, load: str, num_good: int = PROMPT_BLOCKS // 2) -> Case:
+def _failing(scene: VllmScene, name: str, fault: VllmFault, load: str, num_good: int = PROMPT_BLOCKS // 2) -> VllmCase:
     """The first blocks arrive, the rest does not; it has to end by its deadline, and right.
 
     Where not even the first arrives vLLM asks again what is there: a connector that still promised it would never end.
@@ -131,12 +131,12 @@ def _failing(scene: Scene, name: str, fault: Fault, load: str, num_good: int = P
     problem = ""
     if counted.get("external_prefix_cache_hits", 0) != _whole(scene):
         problem = f"vLLM was not promised the whole prompt once: {counted}"
-    elif missed < least or (missed > least and fault is not Fault.HANG):
+    elif missed < least or (missed > least and fault is not VllmFault.HANG):
         problem = f"{missed} tokens failed to load, not {least}: {counted}"
     return scene.case(f"{name}, {load}", said, "usual", problem=problem)
 
 
-def _chunked(scene: Scene) -> Case:
+def _chunked(scene: VllmScene) -> VllmCase:
     """Half of a long prompt is loaded, the rest is computed in several steps."""
     name = "chunked prefill"
     scene.open("host", options={"max_num_batched_tokens": _CHUNK_BLOCKS * scene.kind.block_tokens})
@@ -149,11 +149,11 @@ def _chunked(scene: Scene) -> Case:
     return scene.case(name, said, "half", cached=half, hits={"host": half}, problem=problem)
 
 
-def _long(scene: Scene) -> int:
+def _long(scene: VllmScene) -> int:
     return 3 * scene.kind.block_tokens
 
 
-def _preempted(scene: Scene) -> Case:
+def _preempted(scene: VllmScene) -> VllmCase:
     """Three requests whose answers do not all fit."""
     size = scene.kind.block_tokens
     scene.open("host", options={"num_gpu_blocks_override": 14, "max_model_len": 12 * size, "max_num_seqs": 4})
@@ -165,14 +165,14 @@ def _preempted(scene: Scene) -> Case:
     return scene.case("preemption", said, "three", problem=problem)
 
 
-def _control(scene: Scene) -> Case:
+def _control(scene: VllmScene) -> VllmCase:
     """A hit whose bytes are damaged behind all checks."""
     scene.open("host", spoil=True)
     said = scene.ask(scene.prompt("usual"))
     return scene.case("control", said, "usual", differ=True, cached=_whole(scene), hits={"host": _whole(scene)})
 
 
-def _crowd(scene: Scene) -> Case:
+def _crowd(scene: VllmScene) -> VllmCase:
     """Many prompts at once, computed and saved; then again, when nothing of them is on the device."""
     scene.open("host")
     prompts = _many(scene)
@@ -183,14 +183,14 @@ def _crowd(scene: Scene) -> Case:
     return scene.case("crowd", said, "crowd", cached=num_tokens, hits={"host": _CROWD * num_tokens})
 
 
-def _apart(scene: Scene, name: str, **changes: Any) -> Scene:
+def _apart(scene: VllmScene, name: str, **changes: Any) -> VllmScene:
     """The same scene with tiers of its own."""
     places = scene.places
     own = replace(places, host=places.host.with_name(f"{places.host.name}-{name}"), disk=places.disk / name)
     return replace(scene, places=own, **changes)
 
 
-def _flipped(scene: Scene) -> Case:
+def _flipped(scene: VllmScene) -> VllmCase:
     """A bit in every page of the slab changes while the engine has it open: none may be served."""
     scene = _apart(scene, "flipped")
     scene.open("host")
@@ -209,7 +209,7 @@ def _flipped(scene: Scene) -> Case:
     return scene.case("flipped bits in the slab", said, "usual", problem=problem)
 
 
-def _full(scene: Scene) -> Case:
+def _full(scene: VllmScene) -> VllmCase:
     """More than the host tier holds: what it let go of comes from the disk."""
     scene = _apart(scene, "full", host_bytes=_SMALL_BYTES, disk_bytes=2 * ROOM_BYTES)
     scene.open("host", "disk")
@@ -223,7 +223,7 @@ def _full(scene: Scene) -> Case:
     return scene.case("host full, disk behind it", said, "usual", cached=_whole(scene), hits={"disk": _whole(scene)})
 
 
-def _two(scene: Scene) -> Case:
+def _two(scene: VllmScene) -> VllmCase:
     """Two engines at once, in two processes: each loads what the other one saved."""
     name, other = "two engines, one slab", scene.other
     if other is None:
@@ -240,7 +240,7 @@ def _two(scene: Scene) -> Case:
     return other.case(name, said, "of two", cached=_whole(scene), hits={"host": _whole(scene)})
 
 
-def _killed(scene: Scene) -> Case:
+def _killed(scene: VllmScene) -> VllmCase:
     """The other process gets SIGKILL while it saves; a new engine finds what was saved, and nothing wrong."""
     name, other = "killed while it saves", scene.other
     if other is None:
@@ -255,7 +255,7 @@ def _killed(scene: Scene) -> Case:
     return scene.case(name, said, "usual", cached=_whole(scene), hits={"host": _whole(scene)})
 
 
-Cases = Mapping[str, Callable[[Scene], Case]]
+Cases = Mapping[str, Callable[[VllmScene], VllmCase]]
 
 FIRST: Final[Cases] = {  # what runs in the first process, in order
     "cold": _cold,
@@ -263,13 +263,13 @@ FIRST: Final[Cases] = {  # what runs in the first process, in order
     "host": _host,
     "batch of 8": _batch,
     "disk": lambda scene: _tier(scene, "disk", "disk", "disk"),
-    "load fails half-way, sync": lambda scene: _failing(scene, "load fails half-way", Fault.FAIL, "sync"),
-    "load fails half-way, async": lambda scene: _failing(scene, "load fails half-way", Fault.FAIL, "async"),
-    "load fails at once, sync": lambda scene: _failing(scene, "load fails at once", Fault.FAIL, "sync", 0),
-    "load fails at once, async": lambda scene: _failing(scene, "load fails at once", Fault.FAIL, "async", 0),
-    "load hangs half-way, sync": lambda scene: _failing(scene, "load hangs half-way", Fault.HANG, "sync"),
-    "load hangs half-way, async": lambda scene: _failing(scene, "load hangs half-way", Fault.HANG, "async"),
-    "damaged pages, async": lambda scene: _failing(scene, "damaged pages", Fault.DAMAGE, "async"),
+    "load fails half-way, sync": lambda scene: _failing(scene, "load fails half-way", VllmFault.FAIL, "sync"),
+    "load fails half-way, async": lambda scene: _failing(scene, "load fails half-way", VllmFault.FAIL, "async"),
+    "load fails at once, sync": lambda scene: _failing(scene, "load fails at once", VllmFault.FAIL, "sync", 0),
+    "load fails at once, async": lambda scene: _failing(scene, "load fails at once", VllmFault.FAIL, "async", 0),
+    "load hangs half-way, sync": lambda scene: _failing(scene, "load hangs half-way", VllmFault.HANG, "sync"),
+    "load hangs half-way, async": lambda scene: _failing(scene, "load hangs half-way", VllmFault.HANG, "async"),
+    "damaged pages, async": lambda scene: _failing(scene, "damaged pages", VllmFault.DAMAGE, "async"),
     "sync load": lambda scene: _tier(scene, "sync load", "host", "host", load="sync"),
     "chunked prefill": _chunked,
     "preemption": _preempted,

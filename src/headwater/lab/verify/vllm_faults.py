@@ -18,8 +18,9 @@ import torch
 
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.integrations.vllm import build
-from headwater.storage.base import Deadline, GetStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.local import directory
 from headwater.storage.local.families import live_records
 from headwater.storage.local.slab import Slab, read_slab_header
@@ -36,7 +37,7 @@ _HANG_S: Final = 600.0
 _FLIP_S: Final = 30.0
 
 
-class Fault(enum.StrEnum):
+class VllmFault(enum.StrEnum):
     """What goes wrong."""
 
     FAIL = "fail"  # the store fails behind its first so many pages
@@ -45,18 +46,18 @@ class Fault(enum.StrEnum):
     SPOIL = "spoil"  # bytes change on the device, behind all checks: nobody can notice but who compares
 
 
-class FaultyStore(OpaqueStore):
+class VllmFaultyStore(OpaqueStore):
     """Gives so many pages as they are, then does as its fault says."""
 
     interruptible: ClassVar[bool] = False  # a hanging one heeds no deadline
 
-    def __init__(self, store: Store, fault: Fault, num_good: int) -> None:
+    def __init__(self, store: Store, fault: VllmFault, num_good: int) -> None:
         super().__init__(store)
         self._fault = fault
         self._num_good = num_good
         self._over = threading.Event()
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Give the first ones; the rest as the fault says."""
         num = min(self._num_good, len(pages))
         self._num_good -= num
@@ -64,10 +65,10 @@ class FaultyStore(OpaqueStore):
         rest = pages[num:]
         if not rest:
             return good
-        if self._fault is Fault.HANG:
+        if self._fault is VllmFault.HANG:
             self._over.wait(_HANG_S)
-        if self._fault is not Fault.DAMAGE:
-            return good + [GetStatus.FAILED] * len(rest)
+        if self._fault is not VllmFault.DAMAGE:
+            return good + [Status.FAILED] * len(rest)
         bad = self.store.get_into(rest, deadline=deadline)
         for _, frame in rest:
             frame[-1] ^= _SIGN
@@ -116,13 +117,13 @@ class SpoilingStaging(staging.TorchStaging):
 
 
 @contextmanager
-def sabotage(fault: Fault | None, *, num_good: int = 0) -> Iterator[list[FaultyStore]]:
+def sabotage(fault: VllmFault | None, *, num_good: int = 0) -> Iterator[list[VllmFaultyStore]]:
     """An engine that is started in this block has its fault for good; others do not. Yields the stores that it gets."""
-    made: list[FaultyStore] = []
+    made: list[VllmFaultyStore] = []
     if fault is None:
         yield made
         return
-    if fault is Fault.SPOIL:
+    if fault is VllmFault.SPOIL:
         with patch.object(staging, "TorchStaging", SpoilingStaging):
             yield made
         return
@@ -131,7 +132,7 @@ def sabotage(fault: Fault | None, *, num_good: int = 0) -> Iterator[list[FaultyS
     open_tiers, opened = build.open_tiers, build.open_worker
 
     def tiers(*args: Any, **more: Any) -> dict[str, Store]:
-        stores = {name: FaultyStore(store, fault, num_good) for name, store in open_tiers(*args, **more).items()}
+        stores = {name: VllmFaultyStore(store, fault, num_good) for name, store in open_tiers(*args, **more).items()}
         made.extend(stores.values())
         return dict(stores)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.core.errors import InvalidConfig
-from headwater.lab.bench.vllm_client import Worker, WorkerFailed
-from headwater.lab.verify.vllm_faults import Fault
+from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed
+from headwater.lab.verify.vllm_faults import VllmFault
 
 ROOM_BYTES: Final = 64 << 20
 PROMPT_BLOCKS: Final = 8
@@ -24,7 +24,7 @@ _OPEN_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModelKind:
     """A model to be made, and how vLLM keeps its KV."""
 
     name: str
@@ -60,8 +60,8 @@ _MLA: Final[dict[str, object]] = {
     "first_k_dense_replace": 3,
 }
 KINDS: Final = {
-    "gqa": Kind("gqa", "llama", 32, {**_SHAPE, "num_key_value_heads": 2}),
-    "mla": Kind(
+    "gqa": ModelKind("gqa", "llama", 32, {**_SHAPE, "num_key_value_heads": 2}),
+    "mla": ModelKind(
         "mla",
         "deepseek_v2",
         16,  # and a latent of 576 numbers: what vLLM's kernel for CPUs takes
@@ -73,12 +73,12 @@ KINDS: Final = {
 }
 _ON_GPU: Final[dict[str, object]] = {"gpu_memory_utilization": 0.1, "max_num_batched_tokens": 2048}
 CUDA_KINDS: Final = {
-    "gqa": Kind("gqa", "llama", 32, KINDS["gqa"].overrides, {**_ON_GPU, "attention_backend": "TRITON_ATTN"}),
-    "gqa-bf16": Kind("gqa-bf16", "llama", 16, KINDS["gqa"].overrides, _ON_GPU, "bfloat16"),
-    "gqa-fp8": Kind(  # and the largest blocks
+    "gqa": ModelKind("gqa", "llama", 32, KINDS["gqa"].overrides, {**_ON_GPU, "attention_backend": "TRITON_ATTN"}),
+    "gqa-bf16": ModelKind("gqa-bf16", "llama", 16, KINDS["gqa"].overrides, _ON_GPU, "bfloat16"),
+    "gqa-fp8": ModelKind(  # and the largest blocks
         "gqa-fp8", "llama", 128, KINDS["gqa"].overrides, {**_ON_GPU, "kv_cache_dtype": "fp8"}, "bfloat16"
     ),
-    "mla": Kind(  # kernels for GPUs take these heads
+    "mla": ModelKind(  # kernels for GPUs take these heads
         "mla",
         "deepseek_v2",
         64,
@@ -89,7 +89,7 @@ CUDA_KINDS: Final = {
 }
 
 
-def kinds_of(device: str) -> dict[str, Kind]:
+def kinds_of(device: str) -> dict[str, ModelKind]:
     """The models that are asked on a device. Raises InvalidConfig for another one."""
     found = {"cpu": KINDS, "cuda": CUDA_KINDS}.get(device)
     if found is None:
@@ -107,7 +107,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class VllmCase:
     """One comparison. `problem` is empty where all was as it should be."""
 
     model: str
@@ -126,18 +126,18 @@ class Case:
 
 
 @dataclass(slots=True)
-class Scene:
+class VllmScene:
     """One model on one worker, and what it answers without a connector."""
 
-    worker: Worker
-    kind: Kind
+    worker: EngineProcess
+    kind: ModelKind
     places: Places
     model: Path
     right: dict[str, list[list[list[int]]]]  # of each question, all answers that are right
     inject: bool = False
     host_bytes: int = ROOM_BYTES
     disk_bytes: int = ROOM_BYTES
-    other: "Scene | None" = None  # the same model in another process, that has the same directories
+    other: "VllmScene | None" = None  # the same model in another process, that has the same directories
     facts: dict[str, Any] = field(default_factory=dict)
 
     def prompt(self, seed: str, num_blocks: int = PROMPT_BLOCKS, tail: int = _TAIL) -> list[int]:
@@ -157,7 +157,7 @@ class Scene:
     def open(
         self,
         *tiers: str,
-        fault: Fault | None = None,
+        fault: VllmFault | None = None,
         num_good: int = 0,
         load: str = "async",
         options: Mapping[str, object] | None = None,
@@ -179,7 +179,7 @@ class Scene:
             setup["engine"] = {**engine, **self.kind.options, **(options or {}), "async_scheduling": False}
             setup["runner_v1"] = True  # V2 cannot take back a load that failed: our connector refuses it
         if (spoil or self.inject) and fault is None and tiers:
-            fault = Fault.SPOIL
+            fault = VllmFault.SPOIL
         if tiers:
             setup["transfer"] = self._transfer(tiers, load, threads=fault is not None)
         self.facts = self.worker.ask("open", timeout_s=_OPEN_S, setup=setup, fault=fault, num_good=num_good)
@@ -196,7 +196,7 @@ class Scene:
         }
         if threads:
             extra["executor"] = "threads"
-        extra["look_timeout_s"] = 2.0  # others compute on this machine
+        extra["probe_timeout_s"] = 2.0  # others compute on this machine
         if "host" in tiers:
             extra |= {"host_directory": str(places.host), "host_bytes": self.host_bytes}
         if "disk" in tiers:
@@ -223,7 +223,7 @@ class Scene:
         if not (said["settled"] and said["reset"]):
             raise WorkerFailed(f"vLLM did not come to rest: {said}")
 
-    def case(self, name: str, said: Mapping[str, Any], right: str, *, differ: bool = False, **wanted: Any) -> Case:
+    def case(self, name: str, said: Mapping[str, Any], right: str, *, differ: bool = False, **wanted: Any) -> VllmCase:
         """Compare. `wanted`: cached (tokens of each request), hits (tokens by source), and the first problem if any."""
         counted = said["counted"]
         hits = {
@@ -245,7 +245,7 @@ class Scene:
             problem = f"vLLM counted {said['cached_tokens']} cached tokens, not {wanted['cached']}"
         elif not problem and "hits" in wanted and hits != wanted["hits"]:
             problem = f"hits were {hits}, not {wanted['hits']}"
-        return Case(
+        return VllmCase(
             model=self.kind.name,
             case=name,
             problem=problem,
@@ -255,6 +255,6 @@ class Scene:
             seconds=round(said["seconds"], 3),
         )
 
-    def skipped(self, name: str, why: str) -> Case:
+    def skipped(self, name: str, why: str) -> VllmCase:
         """A case that vLLM cannot do."""
-        return Case(model=self.kind.name, case=name, skipped=why)
+        return VllmCase(model=self.kind.name, case=name, skipped=why)

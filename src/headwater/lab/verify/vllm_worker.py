@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.lab.bench import vllm_worker
-from headwater.lab.bench.vllm_worker import Engine
-from headwater.lab.verify.vllm_faults import Fault, FaultyStore, flip_pages, sabotage
+from headwater.lab.bench.vllm_worker import VllmEngine
+from headwater.lab.verify.vllm_faults import VllmFault, VllmFaultyStore, flip_pages, sabotage
 
 _SETTLE_S: Final = 30.0
 _RESETS: Final = 5
@@ -24,7 +24,7 @@ _EXTERNAL: Final = "vllm:external_prefix_cache_hits"
 _PREEMPTIONS: Final = "vllm:num_preemptions"
 
 
-class Proven(Engine):
+class Proven(VllmEngine):
     """One engine, asked for batches."""
 
     def ask(self, prompts: Sequence[list[int]], *, max_tokens: int, give_up_s: float) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Proven(Engine):
             while self._core.scheduler.has_requests() and time.monotonic() < give_up_s:
                 self._step()
             worker = worker_side()
-            if worker is not None and not worker.hands.drain(max(0.0, give_up_s - time.monotonic())):
+            if worker is not None and not worker.executor.drain(max(0.0, give_up_s - time.monotonic())):
                 return False
             if not last:
                 self.ask([[3, 4, 5]], max_tokens=2, give_up_s=_SETTLE_S)
@@ -80,7 +80,7 @@ class Proven(Engine):
         self._engine.engine_core.shutdown()
 
 
-class Stage:
+class EngineStage:
     """What the parent talks to: at most one engine at a time."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Stage:
 
         self._version = vllm.__version__
         self._engine: Proven | None = None
-        self._faulty: list[FaultyStore] = []
+        self._faulty: list[VllmFaultyStore] = []
 
     def stats(self) -> dict[str, Any]:
         """What is running here."""
@@ -103,7 +103,7 @@ class Stage:
         os.environ.pop(_RUNNER, None)
         if setup.get("runner_v1"):
             os.environ[_RUNNER] = "0"
-        with sabotage(Fault(fault) if fault is not None else None, num_good=num_good) as self._faulty:
+        with sabotage(VllmFault(fault) if fault is not None else None, num_good=num_good) as self._faulty:
             self._engine = Proven(setup)
         return self._engine.facts
 
@@ -158,4 +158,4 @@ def worker_side() -> Any:
 
 def main() -> None:
     """Serve the pipes that the parent holds."""
-    vllm_worker.main(Stage)
+    vllm_worker.main(EngineStage)

@@ -1,7 +1,7 @@
 """LocalStore: one directory of pages, in memory or on a disk, shared by the processes of a machine."""
 
-from headwater.storage.local.eyes import LocalEyes
 from headwater.storage.local.mapped import MappedStore
+from headwater.storage.local.names import LocalNames
 from headwater.storage.local.store import LocalStore
 
-__all__ = ["LocalEyes", "LocalStore", "MappedStore"]
+__all__ = ["LocalNames", "LocalStore", "MappedStore"]

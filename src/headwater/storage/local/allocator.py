@@ -14,10 +14,11 @@ from itertools import islice
 from typing import Final
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
-from headwater.storage.base import Clock, Deadline, PutStatus
+from headwater.storage.base import Clock, Deadline
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.mirror import Place, Slot
@@ -30,7 +31,7 @@ class Search:
     """One call's state: what it wants (pages and their frames' bytes), what it found, what it has emptied for it."""
 
     pages: Sequence[tuple[PageMeta, int]]
-    results: list[Slot | PutStatus] = field(init=False)
+    results: list[Slot | Status] = field(init=False)
     spare: frozenset[PageName] = field(init=False)  # what it wants, and what that builds on, is no victim
     extent: int | None = None  # to be cut anew, for
     slot_bytes: int = 0  # slots of this size
@@ -40,14 +41,14 @@ class Search:
 
     def __post_init__(self) -> None:
         """Nothing is found yet."""
-        self.results = [PutStatus.NO_ROOM] * len(self.pages)
+        self.results = [Status.NO_ROOM] * len(self.pages)
         self.spare = frozenset(name for meta, _ in self.pages for name in (meta.name, meta.parent_name))
 
     def wanted(self) -> dict[int, list[int]]:
         """Indices of pages without a slot, by slot size."""
         by_bytes: dict[int, list[int]] = {}
         for i, ((_, frame_bytes), result) in enumerate(zip(self.pages, self.results, strict=True)):
-            if result is PutStatus.NO_ROOM:
+            if result is Status.NO_ROOM:
                 by_bytes.setdefault(frame_bytes, []).append(i)
         groups: dict[int, list[int]] = {}
         for frame_bytes, indices in by_bytes.items():
@@ -73,7 +74,7 @@ class Allocator:
         try:
             at.transact(lambda: self._first(at, search), deadline)
         except IndexLocked:
-            search.results[:] = [PutStatus.LATE] * len(search.pages)
+            search.results[:] = [Status.LATE] * len(search.pages)
             return
         if search.extent is not None:
             self._change_hands(at, search, deadline)
@@ -93,13 +94,13 @@ class Allocator:
             place = places.get(name)
             if place is not None:
                 there.append(place)
-                results[i] = PutStatus.EXISTS
+                results[i] = Status.EXISTS
             elif frame_bytes not in fits:
-                results[i] = PutStatus.REFUSED
+                results[i] = Status.REFUSED
             elif meta.depth and not (
                 (parent := meta.parent_name) in coming or parent in places or at.is_coming(parent)
             ):
-                results[i] = PutStatus.NO_PARENT
+                results[i] = Status.NO_PARENT
             else:
                 coming.add(name)
         catalog.touch(there)
@@ -116,7 +117,7 @@ class Allocator:
         except IndexLocked:
             emptied, search.emptied = search.emptied, []
             at.give_back(emptied, deadline)
-            search.results[:] = [PutStatus.LATE if one is PutStatus.NO_ROOM else one for one in search.results]
+            search.results[:] = [Status.LATE if one is Status.NO_ROOM else one for one in search.results]
 
     def _empty_more(self, at: Attachment, search: Search) -> bool:
         """Unpublish some of what has to go. Whether there may be more."""

@@ -24,7 +24,7 @@ from headwater.storage.local.table import LeftBehind
 
 T = TypeVar("T")
 
-_GLANCE_S: Final = 0.005
+_CACHED_S: Final = 0.005
 _CLOSE_S: Final = 1.0  # that closing waits for who changes something
 _LEAVE_S: Final = 0.1  # the same, where a call happens to be the last to leave: its deadline may be over
 
@@ -37,8 +37,8 @@ class Taker(Protocol):
         ...
 
 
-class Held:
-    """Slots in a call's hands."""
+class HeldSlots:
+    """Slots that a call holds."""
 
     def __init__(self) -> None:
         self._slots: list[Slot] = []
@@ -273,7 +273,7 @@ class Attachment:
         if newest is None or not 0 <= newest - catalog.mirror.seen <= most:
             return False
         try:
-            return self._looking.alone(lambda: catalog.catch_up(Deadline.after(_GLANCE_S)), 0.0)
+            return self._looking.alone(lambda: catalog.catch_up(Deadline.after(_CACHED_S)), 0.0)
         except IndexLocked:
             return False
 

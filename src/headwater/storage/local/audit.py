@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, StoreUnavailable
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import ALIGNMENT, Fault, verify
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus
+from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.slab import Progress
@@ -29,7 +30,7 @@ _CALL_S: Final = 30.0  # for one look at the index, one batch removed, one page 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class StoreSurvey:
     """What is in a directory. Slots count places, used or not; families are identities with one tenant each."""
 
     directory: Path
@@ -120,11 +121,11 @@ def require_store(path: Path) -> None:
         raise StoreUnavailable(f"no store in {path}")
 
 
-def survey(store: LocalStore) -> Survey:
+def survey(store: LocalStore) -> StoreSurvey:
     """Count what is in the store. Raises StoreBusy if that takes too long."""
     families = store.usage(deadline=Deadline.after(_CALL_S))
     slots = store.slots(deadline=Deadline.after(_CALL_S))
-    return Survey(
+    return StoreSurvey(
         directory=store.config.directory,
         limit_bytes=store.limit_bytes,
         num_free=slots.get(RecordState.FREE, 0),
@@ -206,11 +207,11 @@ def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: mem
     status = store.peek(name, frame, deadline=deadline)
     if store.down is not None:
         raise store.down
-    if status is GetStatus.MISS:
+    if status is Status.MISS:
         return "gone"
-    if status in (GetStatus.LATE, GetStatus.FAILED):
+    if status in (Status.LATE, Status.FAILED):
         return "unread"
-    if status is not GetStatus.HIT:
+    if status is not Status.HIT:
         return Fault(status.value)
     header = verify(frame, name, now_ms=0, identity=family.identity)  # the moment 0: expired pages are read as well
     if isinstance(header, Fault):
@@ -231,7 +232,7 @@ def _delete(store: LocalStore, names: Sequence[PageName]) -> int:
     statuses = store.delete(names, deadline=Deadline.after(_CALL_S))
     if store.down is not None:
         raise store.down
-    return sum(status in (DeleteStatus.LATE, DeleteStatus.FAILED) for status in statuses)
+    return sum(status in (Status.LATE, Status.FAILED) for status in statuses)
 
 
 def _tenant_hex(tenant: bytes) -> str | None:

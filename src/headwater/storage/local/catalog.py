@@ -21,20 +21,21 @@ import numpy.typing as npt
 
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Header, PageMeta
 from headwater.policy import BlockFacts, History, Policy
-from headwater.storage.base import Clock, Deadline, PutStatus
+from headwater.storage.base import Clock, Deadline
 from headwater.storage.local.geometry import sectors
 from headwater.storage.local.locks import MAX_OWNERS
 from headwater.storage.local.mirror import Draft, Mirror, PageRow, Place, Slot
 from headwater.storage.local.table import (
     NO_PAGE,
+    ExtentSurvey,
+    PageUse,
     Record,
     RecordRows,
     RecordState,
-    Survey,
     Table,
-    Use,
     changed_extent,
     in_state,
     record_rows,
@@ -203,7 +204,7 @@ class Catalog:
         self._draft = self._recovery = None
         self.mirror.take(draft)
 
-    def _survey(self) -> dict[int, Survey]:
+    def _survey(self) -> dict[int, ExtentSurvey]:
         return {
             extent: self.table.survey(extent, slot_bytes, self._now_s)
             for extent, slot_bytes in self.table.classes().items()
@@ -213,7 +214,7 @@ class Catalog:
         """A draft of everything, whatever time that takes."""
         return self._drafted(self._survey())
 
-    def _drafted(self, found: dict[int, Survey]) -> Draft:
+    def _drafted(self, found: dict[int, ExtentSurvey]) -> Draft:
         draft = Draft(0, {extent: one.slot_bytes for extent, one in found.items()})
         for one in found.values():
             draft.add(one.pages, [number for number, _ in one.free], one.slot_bytes)
@@ -458,7 +459,7 @@ class Catalog:
 
     def publish(
         self, written: Sequence[tuple[Slot, PageMeta, int]], owner: int, *, used_s: Sequence[float] | None = None
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         """Make reserved slots LIVE, in order: (slot, page, frame bytes).
 
         FAILED for one that is no longer this owner's; EXISTS and NO_PARENT leave the slot reserved. `used_s`: when each
@@ -470,22 +471,22 @@ class Catalog:
         rows, ours = self._reserved(slots, owner)
         sizes = np.array([*map(sectors, lengths)], np.uint64)
         fits = (ours & (rows["slot_bytes"] == sizes)).tolist()
-        statuses: list[PutStatus] = []
+        statuses: list[Status] = []
         fresh: set[PageName] = set()
         for meta, is_fit in zip(metas, fits, strict=True):
             name = meta.name
-            status = PutStatus.STORED
+            status = Status.STORED
             if name in places or name in fresh:
-                status = PutStatus.EXISTS
+                status = Status.EXISTS
             elif meta.depth and (parent := meta.parent_name) not in fresh and parent not in places:
-                status = PutStatus.NO_PARENT
+                status = Status.NO_PARENT
             elif not is_fit:
-                status = PutStatus.FAILED
+                status = Status.FAILED
             else:
                 fresh.add(name)
             statuses.append(status)
         if fresh:
-            is_new = [status is PutStatus.STORED for status in statuses]
+            is_new = [status is Status.STORED for status in statuses]
             self._publish(
                 list(compress(slots, is_new)),
                 list(compress(metas, is_new)),
@@ -599,7 +600,11 @@ class Catalog:
         if not self._policy.by_recency:
             for i, name in enumerate(names):
                 used_s = float(uses["used_s"][i])
-                use = Use(float(before["used_s"][i]), 0.0, int(before["hits"][i])) if known[i] else Use(used_s, 0.0, 0)
+                use = (
+                    PageUse(float(before["used_s"][i]), 0.0, int(before["hits"][i]))
+                    if known[i]
+                    else PageUse(used_s, 0.0, 0)
+                )
                 facts = self._facts_of_reads(name, rows[i], use, used_s, int(reads[at[i]]))
                 uses["priority"][i], uses["hits"][i] = self._policy.priority(facts), facts.hits
         self.table.set_uses(numbers, uses)
@@ -607,7 +612,7 @@ class Catalog:
         for name, priority in zip(names, uses["priority"].tolist(), strict=True):
             touch(name, priority)
 
-    def _facts_of_reads(self, name: PageName, row: np.void, before: Use, used_s: float, reads: int) -> BlockFacts:
+    def _facts_of_reads(self, name: PageName, row: np.void, before: PageUse, used_s: float, reads: int) -> BlockFacts:
         depth, num_bytes = int(row["depth"]), int(row["num_bytes"])
         if self._history is None:
             return BlockFacts(used_s=used_s, hits=before.hits + reads, depth=depth, num_bytes=num_bytes)
@@ -649,7 +654,7 @@ class Catalog:
         return len(lost)
 
     @staticmethod
-    def _pages(found: dict[int, Survey]) -> list[PageRow]:
+    def _pages(found: dict[int, ExtentSurvey]) -> list[PageRow]:
         return [page for one in found.values() for page in one.pages]
 
     @staticmethod
@@ -698,7 +703,7 @@ class Catalog:
             0,
             used_s=[min(self._now_s, header.sealed_at_ms / 1000) for header, _ in found],
         )
-        stored = [status is PutStatus.STORED for status in statuses]
+        stored = [status is Status.STORED for status in statuses]
         held = list(compress(numbers, stored))
         self._free(
             [
@@ -746,7 +751,7 @@ def _joined(values: Sequence[bytes]) -> npt.NDArray[np.void]:
     return np.frombuffer(b"".join(values), f"V{len(values[0])}")
 
 
-def _in_time(use: Use, now_s: float) -> Use:
+def _in_time(use: PageUse, now_s: float) -> PageUse:
     """A use that is not ahead of the clock. What it is worth besides its recency, it keeps."""
     ahead_s = use.used_s - now_s
-    return use if ahead_s <= 0 else Use(now_s, use.priority - ahead_s, use.hits)
+    return use if ahead_s <= 0 else PageUse(now_s, use.priority - ahead_s, use.hits)

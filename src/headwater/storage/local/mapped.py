@@ -11,11 +11,12 @@ from itertools import compress, repeat
 from typing import Final, NamedTuple
 
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PREFIX_BYTES, Fault, PageMeta, claims, parse
 from headwater.layout.headers import are_of, claim_all
-from headwater.storage.base import Addressable, Borrow, Deadline, GetStatus, PutStatus, Reservation
+from headwater.storage.base import Addressable, Borrow, Deadline, Reservation
 from headwater.storage.local.allocator import Search
-from headwater.storage.local.attachment import Attachment, Held
+from headwater.storage.local.attachment import Attachment, HeldSlots
 from headwater.storage.local.mirror import Slot
 from headwater.storage.local.store import LocalStore
 
@@ -40,14 +41,14 @@ class MappedStore(LocalStore, Addressable):
         """The slab's mapping. A view of it keeps it mapped, past close() and past a rebuild."""
         return self._run(lambda at: at.slab.memory, None)
 
-    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | PutStatus]:
+    def reserve(self, pages: Sequence[tuple[PageMeta, int]], *, deadline: Deadline) -> list[Reservation | Status]:
         """Take a slot for each (page, frame bytes)."""
-        results: list[Reservation | PutStatus] = [PutStatus.FAILED] * len(pages)
+        results: list[Reservation | Status] = [Status.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
             for start in range(0, len(pages), BATCH_PAGES):
                 if deadline.expired:
-                    results[start:] = [PutStatus.LATE] * (len(pages) - start)
+                    results[start:] = [Status.LATE] * (len(pages) - start)
                     return
                 search = Search(pages[start : start + BATCH_PAGES])
                 with at.taking(search):
@@ -58,7 +59,7 @@ class MappedStore(LocalStore, Addressable):
         return results
 
     @staticmethod
-    def _lend(at: Attachment, search: Search) -> list[Reservation | PutStatus]:
+    def _lend(at: Attachment, search: Search) -> list[Reservation | Status]:
         """What a search found, lent to the caller."""
         found = [(one, *page) for one, page in zip(search.results, search.pages, strict=True) if isinstance(one, Slot)]
         slots = [slot for slot, _, _ in found]
@@ -71,9 +72,9 @@ class MappedStore(LocalStore, Addressable):
         lent = map(_as_reservation, zip(metas, views, numbers, generations, leases, strict=True))
         return [next(lent) if isinstance(one, Slot) else one for one in search.results]
 
-    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[PutStatus]:
+    def publish(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> list[Status]:
         """Make written frames visible; what is not the frame its slot was reserved for is REFUSED."""
-        results = [PutStatus.REFUSED] * len(reservations)  # those that were consumed before
+        results = [Status.REFUSED] * len(reservations)  # those that were consumed before
         refused: set[int] = set()
 
         def publish(at: Attachment, out: list[tuple[int, Slot]]) -> None:
@@ -96,8 +97,8 @@ class MappedStore(LocalStore, Addressable):
                 publish(at, out[start : start + BATCH_PAGES])
 
         for i in self._consume(reservations, work):
-            if results[i] is PutStatus.REFUSED and i not in refused:
-                results[i] = PutStatus.FAILED  # nobody got to say anything: the store is damaged
+            if results[i] is Status.REFUSED and i not in refused:
+                results[i] = Status.FAILED  # nobody got to say anything: the store is damaged
         return results
 
     def abandon(self, reservations: Sequence[Reservation], *, deadline: Deadline) -> None:
@@ -112,7 +113,7 @@ class MappedStore(LocalStore, Addressable):
         consumed: list[int] = []
         for at, lent in _by_attachment(reservations).items():
             user, users = object(), at.users
-            held = Held()
+            held = HeldSlots()
             try:
                 if not at.enter(user):
                     continue
@@ -129,16 +130,16 @@ class MappedStore(LocalStore, Addressable):
                     at.close_if_over()
         return consumed
 
-    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | GetStatus]:
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | Status]:
         """Addresses of pages. Takes no lock: verify the copy, then ask `still_valid`."""
-        results: list[Borrow | GetStatus] = [GetStatus.FAILED] * len(names)
+        results: list[Borrow | Status] = [Status.FAILED] * len(names)
 
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all(names)):
                 at.refresh(deadline)
             for start in range(0, len(names), BATCH_PAGES):
                 if deadline.expired:
-                    results[start:] = [GetStatus.LATE] * (len(names) - start)
+                    results[start:] = [Status.LATE] * (len(names) - start)
                     break
                 results[start : start + BATCH_PAGES] = self._borrow(at, names[start : start + BATCH_PAGES])
             self._flush_touches(at)
@@ -147,7 +148,7 @@ class MappedStore(LocalStore, Addressable):
         return results
 
     @staticmethod
-    def _borrow(at: Attachment, names: Sequence[PageName]) -> list[Borrow | GetStatus]:
+    def _borrow(at: Attachment, names: Sequence[PageName]) -> list[Borrow | Status]:
         places = at.catalog.mirror.places
         found = [(name, place) for name in names if (place := places.get(name)) is not None]
         stamps = at.slab.prefixes([place.offset for _, place in found])
@@ -167,7 +168,7 @@ class MappedStore(LocalStore, Addressable):
             name: Borrow(name, view.toreadonly(), place.number, stamps[end - PREFIX_BYTES : end])
             for (name, place), view, end in zip(found, views, ends, strict=True)
         }
-        return [lent.get(name, GetStatus.MISS) for name in names]
+        return [lent.get(name, Status.MISS) for name in names]
 
     def still_valid(self, borrow: Borrow) -> bool:
         """Whether the slot's header is what it was. Reads the mapping only."""

@@ -19,10 +19,11 @@ from typing import ClassVar, Final, TypeVar
 from headwater.config import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.local import descriptors, families
 from headwater.storage.local.allocator import STEP_PAGES, Allocator, Search
 from headwater.storage.local.attach import attach
@@ -34,7 +35,7 @@ from headwater.storage.local.slab import Progress, Remains
 BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
 _TOUCHES_KEPT: Final = 1024
 _TOUCH_INTERVAL_S: Final = 1.0
-_GLANCE_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
+_CACHED_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
 
 T = TypeVar("T")
 
@@ -65,11 +66,11 @@ class Removal:
         self._at.catalog.remove(batch, self._at.owner)
         return bool(batch)
 
-    def results(self) -> list[DeleteStatus]:
+    def results(self) -> list[Status]:
         """What became of each page that was to go."""
         held = self._at.catalog.mirror.has_all(self._names)
         return [
-            DeleteStatus.ABSENT if not was else DeleteStatus.LATE if is_ else DeleteStatus.REMOVED
+            Status.ABSENT if not was else Status.LATE if is_ else Status.REMOVED
             for was, is_ in zip(self._there, held, strict=True)
         ]
 
@@ -113,20 +114,20 @@ class LocalStore(Store):
 
     # --- the store interface ------------------------------------------------------------------------------------------
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store sealed frames; what cannot be had in time or room is said per page."""
-        results = [PutStatus.FAILED] * len(pages)
+        results = [Status.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
             for start in range(0, len(pages), BATCH_PAGES):
                 if deadline.expired:
-                    results[start:] = [PutStatus.LATE] * (len(pages) - start)
+                    results[start:] = [Status.LATE] * (len(pages) - start)
                     return
                 batch: list[tuple[int, Header]] = []
                 for i, (name, frame) in enumerate(pages[start : start + BATCH_PAGES], start):
                     header = parse(frame)
                     if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
-                        results[i] = PutStatus.REFUSED
+                        results[i] = Status.REFUSED
                     else:
                         batch.append((i, header))
                 statuses = self._put_batch(at, [(pages[i][1], header) for i, header in batch], deadline)
@@ -138,14 +139,14 @@ class LocalStore(Store):
 
     def _put_batch(
         self, at: Attachment, pages: Sequence[tuple[memoryview, Header]], deadline: Deadline
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         if not pages:
             return []
         search = Search([(header.meta, header.frame_bytes) for _, header in pages])
         written: list[tuple[int, Slot]] = []
         with at.taking(search):
             self._allocator.take(at, search, deadline)
-            results = [PutStatus.LATE if isinstance(one, Slot) else one for one in search.results]
+            results = [Status.LATE if isinstance(one, Slot) else one for one in search.results]
             slots = [(i, one) for i, one in enumerate(search.results) if isinstance(one, Slot)]
             try:
                 for i, slot in slots:
@@ -167,25 +168,23 @@ class LocalStore(Store):
             results[i] = status
         return results
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
         return self._get_all(pages, deadline, use=True)
 
-    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out. Who leaves next stays as it was."""
         return self._get_all(pages, deadline, use=False)
 
-    def _get_all(
-        self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool
-    ) -> list[GetStatus]:
-        results = [GetStatus.FAILED] * len(pages)
+    def _get_all(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool) -> list[Status]:
+        results = [Status.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all([name for name, _ in pages])):
                 at.refresh(deadline)
             for i, (name, buffer) in enumerate(pages):
                 results[i] = self._get(at, name, buffer, deadline)
-                if use and results[i] is GetStatus.HIT:
+                if use and results[i] is Status.HIT:
                     self._touch(at, name)
             self._flush_touches(at)
 
@@ -197,24 +196,24 @@ class LocalStore(Store):
         if written and self.config.durability is Durability.POWER:
             at.slab.sync()
 
-    def _get(self, at: Attachment, name: PageName, buffer: memoryview, deadline: Deadline) -> GetStatus:
+    def _get(self, at: Attachment, name: PageName, buffer: memoryview, deadline: Deadline) -> Status:
         for _ in range(2):  # once more if another process moved the page under us
             place = at.catalog.mirror.places.get(name)
             if place is None:
-                return GetStatus.MISS
+                return Status.MISS
             if deadline.expired:
-                return GetStatus.LATE
+                return Status.LATE
             if len(buffer) != place.num_bytes:
-                return GetStatus.SHORT
+                return Status.SHORT
             if not at.slab.read_into(place.offset, buffer):
-                return GetStatus.SHORT
+                return Status.SHORT
             if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
-                return GetStatus.HIT
+                return Status.HIT
             if at.catalog.stands_by(place):
-                return GetStatus.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
+                return Status.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
             if not at.refresh(deadline):
-                return GetStatus.LATE
-        return GetStatus.MISS
+                return Status.LATE
+        return Status.MISS
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages seem to be there: one look at what is new in the index, then memory."""
@@ -226,23 +225,23 @@ class LocalStore(Store):
         nothing = [False] * len(names)
         return nothing if deadline.expired else self._run(work, nothing)
 
-    def glance(self, names: Sequence[PageName]) -> list[bool] | None:
+    def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
         """What `contains` would say, where others changed little since we looked; otherwise None. Never waits."""
 
         def work(at: Attachment) -> list[bool] | None:
-            return at.catalog.mirror.has_all(names) if at.refresh_now(_GLANCE_CHANGES) else None
+            return at.catalog.mirror.has_all(names) if at.refresh_now(_CACHED_CHANGES) else None
 
         return self._run(work, None)
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove pages and what builds on them, and wipe them, so that no rebuild brings them back.
 
         What builds on a page goes first. So one that is LATE is still there, with fewer that build on it.
         """
-        results = [DeleteStatus.FAILED] * len(names)
+        results = [Status.FAILED] * len(names)
 
         def work(at: Attachment) -> None:
-            results[:] = [DeleteStatus.LATE] * len(names)
+            results[:] = [Status.LATE] * len(names)
             removal = Removal(at, names)
             try:
                 at.transact(removal.begin, deadline)
@@ -335,9 +334,9 @@ class LocalStore(Store):
         """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
         return self._answer(lambda at: at.transact(at.catalog.problems, deadline))
 
-    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> GetStatus:
+    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> Status:
         """Copy one frame out as `get_into` does, without counting it as a use."""
-        return self._run(lambda at: self._get(at, name, buffer, deadline), GetStatus.FAILED)
+        return self._run(lambda at: self._get(at, name, buffer, deadline), Status.FAILED)
 
     def frame_bytes(self, name: PageName) -> int | None:
         """Size of a page's frame, if the page seems to be there. Memory only."""
@@ -353,14 +352,14 @@ class LocalStore(Store):
 
     def _publish(
         self, at: Attachment, written: Sequence[tuple[Slot, PageMeta, int]], deadline: Deadline
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         """Make written frames visible; slots of those that are not to be seen are wiped and given back."""
         if not written:
             return []
 
-        def publish() -> list[PutStatus]:
+        def publish() -> list[Status]:
             statuses = at.catalog.publish(written, at.owner)
-            unseen = [one[0] for one, status in zip(written, statuses, strict=True) if status is not PutStatus.STORED]
+            unseen = [one[0] for one, status in zip(written, statuses, strict=True) if status is not Status.STORED]
             at.catalog.give_back(unseen, at.owner)
             return statuses
 
@@ -368,7 +367,7 @@ class LocalStore(Store):
             return at.transact(publish, deadline)
         except IndexLocked:
             at.give_back([slot for slot, _, _ in written], deadline)
-            return [PutStatus.LATE] * len(written)
+            return [Status.LATE] * len(written)
 
     # --- recency ------------------------------------------------------------------------------------------------------
 

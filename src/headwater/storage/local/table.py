@@ -109,7 +109,7 @@ class Record(NamedTuple):
     expires_ms: int = 0
 
 
-class Use(NamedTuple):
+class PageUse(NamedTuple):
     """When a page was used last, how often after it was stored, and its priority then."""
 
     used_s: float
@@ -126,7 +126,7 @@ class LeftBehind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class ExtentSurvey:
     """What the slots of an extent hold. Free and reserved ones: (number, generation). `lost`: not to be believed."""
 
     slot_bytes: int
@@ -204,14 +204,14 @@ class Table:
 
     # --- uses ---------------------------------------------------------------------------------------------------------
 
-    def use(self, number: int) -> Use | None:
+    def use(self, number: int) -> PageUse | None:
         """When a slot's page was used; None where that is not known."""
         raw = self.slab.read(self.geometry.uses_at + number * USE_BYTES, USE_BYTES)
         used_s, priority, hits, check = _USE.unpack(raw)
         right = check == xxh3_64_intdigest(raw[:24], seed=self._salt ^ number)
-        return Use(used_s, priority, hits) if right and isfinite(used_s) and isfinite(priority) else None
+        return PageUse(used_s, priority, hits) if right and isfinite(used_s) and isfinite(priority) else None
 
-    def set_use(self, number: int, use: Use) -> None:
+    def set_use(self, number: int, use: PageUse) -> None:
         """Say that a page was used. Needs no lock."""
         body = _USE.pack(*use, 0)[:24]
         check = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
@@ -246,7 +246,7 @@ class Table:
             zip(names, parents, map(_as_place, places), sizes, priorities.tolist(), expires_ms, depths, strict=True)
         )
 
-    def survey(self, extent: int, slot_bytes: int, now_s: float) -> "Survey":
+    def survey(self, extent: int, slot_bytes: int, now_s: float) -> "ExtentSurvey":
         """What all slots of an extent hold, each as it is when it is read: for who wants to know everything, fast.
 
         Uses count as not ahead of `now_s`.
@@ -263,7 +263,7 @@ class Table:
             [(first + i, generations[i]) for i in np.flatnonzero(right & in_state(rows, state)).tolist()]
             for state in (RecordState.FREE, RecordState.RESERVED)
         )
-        return Survey(slot_bytes, pages, free, reserved, (first + np.flatnonzero(~right)).tolist())
+        return ExtentSurvey(slot_bytes, pages, free, reserved, (first + np.flatnonzero(~right)).tolist())
 
     def reserved_by(self, owners: Collection[int], extent: int, slot_bytes: int) -> list[tuple[int, Record]]:
         """The slots of an extent that these owners have reserved."""

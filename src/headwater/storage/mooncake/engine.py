@@ -82,7 +82,7 @@ def load() -> Any:
     return module
 
 
-class Engine:
+class MooncakeEngine:
     """One client of a pool. Calls may come from several threads; they release the GIL while they wait."""
 
     def __init__(self, config: MooncakeConfig) -> None:

@@ -31,11 +31,12 @@ from typing import ClassVar, Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed, StoreForked
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, PageMeta, parse
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.mooncake.config import MooncakeConfig, parse_url
-from headwater.storage.mooncake.engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, Engine
-from headwater.storage.mooncake.hands import MooncakeHands, room
+from headwater.storage.mooncake.engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, MooncakeEngine
+from headwater.storage.mooncake.memory import MooncakeMemory, room
 
 _BATCH_PAGES: Final = 512  # of one call of the engine, and
 _BATCH_BYTES: Final = 64 << 20  # at most so many bytes: no gain beyond, and the deadline is looked at in between
@@ -54,15 +55,15 @@ class MooncakeStore(Store):
     interruptible: ClassVar[bool] = False
     portion_bytes: ClassVar[int] = 4 << 20
 
-    def __init__(self, config: MooncakeConfig | str, *, engine: Engine | None = None) -> None:
+    def __init__(self, config: MooncakeConfig | str, *, engine: MooncakeEngine | None = None) -> None:
         """Join the pool of a config or `mooncake://` URL. Raises InvalidConfig, StoreUnavailable (says what to do).
 
         With `engine`, one that several stores of a process share: closing the store leaves it open.
         """
         self.config = parse_url(config) if isinstance(config, str) else config
-        self._engine = engine if engine is not None else Engine(self.config)
+        self._engine = engine if engine is not None else MooncakeEngine(self.config)
         self._owns_engine = engine is None
-        self._hands = MooncakeHands(self._engine, self.config.buffer_bytes)
+        self._memory = MooncakeMemory(self._engine, self.config.buffer_bytes)
         self._closed = False
         self._pid = os.getpid()
 
@@ -86,24 +87,24 @@ class MooncakeStore(Store):
 
     # --- the store interface ------------------------------------------------------------------------------------------
 
-    def put(self, pages: Items, *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Items, *, deadline: Deadline) -> list[Status]:
         """Store frames that are not there yet; STORED once each was seen there in full length."""
         self._require_usable()
-        results = [PutStatus.REFUSED] * len(pages)
+        results = [Status.REFUSED] * len(pages)
         metas: dict[int, PageMeta] = {}
         for i, (name, frame) in enumerate(pages):
-            header = parse(frame) if self._hands.takes(frame) else Fault.FOREIGN
+            header = parse(frame) if self._memory.takes(frame) else Fault.FOREIGN
             if not isinstance(header, Fault) and header.meta.name == name and len(frame) == header.frame_bytes:
                 metas[i] = header.meta
-        trouble = PutStatus.LATE if deadline.expired else None
+        trouble = Status.LATE if deadline.expired else None
         held = self._look({i: (meta, len(pages[i][1])) for i, meta in metas.items()}, deadline) if not trouble else {}
         if held is None:
-            trouble, held = PutStatus.FAILED, {}
+            trouble, held = Status.FAILED, {}
         for batch, reached in self._batches(pages, metas):
             twins: list[int] = []
             going: dict[PageName, int] = {}
             if trouble is None and deadline.expired:
-                trouble = PutStatus.LATE
+                trouble = Status.LATE
             for i in batch:
                 meta = metas[i]
                 if trouble is not None:
@@ -111,9 +112,9 @@ class MooncakeStore(Store):
                 elif meta.name in going:
                     twins.append(i)
                 elif held[meta.name]:
-                    results[i] = PutStatus.EXISTS if held[meta.name] == len(pages[i][1]) else PutStatus.FAILED
+                    results[i] = Status.EXISTS if held[meta.name] == len(pages[i][1]) else Status.FAILED
                 elif meta.depth and not held[meta.parent_name] and meta.parent_name not in going:
-                    results[i] = PutStatus.NO_PARENT
+                    results[i] = Status.NO_PARENT
                 else:
                     going[meta.name] = i
             if going:
@@ -121,28 +122,28 @@ class MooncakeStore(Store):
                 trouble = self._send(sent, held, results, deadline, reached=reached)
             for i in twins:
                 first = results[going[metas[i].name]]
-                results[i] = PutStatus.EXISTS if first is PutStatus.STORED else first
+                results[i] = Status.EXISTS if first is Status.STORED else first
         return results
 
-    def get_into(self, pages: Items, *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Items, *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
         self._require_usable()
         if any(buffer.readonly for _, buffer in pages):
             raise InvalidInput("a page cannot be read into memory that may not be written to")  # the engine would
-        results = [GetStatus.LATE] * len(pages)
+        results = [Status.LATE] * len(pages)
         for batch, reached in self._batches(pages, range(len(pages)), once=True):
             if deadline.expired:
                 break
             wanted = [(self._key(pages[i][0]), pages[i][1]) for i in batch]
-            codes = self._hands.move(wanted, deadline, reached=reached, out=True)
+            codes = self._memory.move(wanted, deadline, reached=reached, out=True)
             if codes is None:
                 break
             for i, code in zip(batch, codes, strict=True):
-                results[i] = _GOT.get(code, GetStatus.FAILED) if code < 0 else _whole(code, len(pages[i][1]))
+                results[i] = _GOT.get(code, Status.FAILED) if code < 0 else _whole(code, len(pages[i][1]))
                 if code == INVALID:
                     results[i] = self._why_invalid(pages[i], deadline)
             if all(code == RPC_FAIL for code in codes):
-                return [*results[: batch[0]], *[GetStatus.FAILED] * (len(pages) - batch[0])]
+                return [*results[: batch[0]], *[Status.FAILED] * (len(pages) - batch[0])]
         return results
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
@@ -159,18 +160,18 @@ class MooncakeStore(Store):
                 break
         return found + [False] * (len(names) - len(found))
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove pages by force. What builds on them stays until it goes itself: the pool knows no chains."""
         self._require_usable()
-        results: list[DeleteStatus] = []
+        results: list[Status] = []
         for start in range(0, len(names), _BATCH_NAMES):
             if deadline.expired:
-                return results + [DeleteStatus.LATE] * (len(names) - len(results))
+                return results + [Status.LATE] * (len(names) - len(results))
             codes = self._engine.remove([self._key(name) for name in names[start : start + _BATCH_NAMES]], deadline)
-            results += [_DELETED.get(code, DeleteStatus.FAILED) for code in codes]
+            results += [_DELETED.get(code, Status.FAILED) for code in codes]
             if all(code == RPC_FAIL for code in codes):
                 break
-        return results + [DeleteStatus.FAILED] * (len(names) - len(results))
+        return results + [Status.FAILED] * (len(names) - len(results))
 
     def close(self) -> None:
         """Leave the pool; the pages stay there. Does not wait for calls that are under way."""
@@ -204,53 +205,53 @@ class MooncakeStore(Store):
         self,
         pages: Sequence[tuple[int, PageMeta, memoryview]],
         held: dict[PageName, int],
-        results: list[PutStatus],
+        results: list[Status],
         deadline: Deadline,
         *,
         reached: bool,
-    ) -> PutStatus | None:
+    ) -> Status | None:
         """Put one batch, look what came of it, take back what lost its parent. What all further pages are, if bad."""
         frames = [(self._key(meta.name), frame) for _, meta, frame in pages]
         codes = self._put_with_room(frames, deadline, reached=reached)
         if codes is None:
             for i, _, _ in pages:
-                results[i] = PutStatus.LATE
-            return PutStatus.LATE
+                results[i] = Status.LATE
+            return Status.LATE
         done = [at for at, code in enumerate(codes) if code == 0]
         seen = dict(zip(done, self._wait_to_see([frames[at] for at in done], deadline), strict=True))
         orphans: list[str] = []
         for at, (i, meta, frame) in enumerate(pages):
-            results[i] = seen[at] if at in seen else _PUT.get(codes[at], PutStatus.FAILED)
-            if results[i] is PutStatus.STORED and meta.depth and not held[meta.parent_name]:
-                results[i] = PutStatus.NO_PARENT
+            results[i] = seen[at] if at in seen else _PUT.get(codes[at], Status.FAILED)
+            if results[i] is Status.STORED and meta.depth and not held[meta.parent_name]:
+                results[i] = Status.NO_PARENT
                 orphans.append(frames[at][0])
-            elif results[i] is PutStatus.STORED:
+            elif results[i] is Status.STORED:
                 held[meta.name] = len(frame)
         if orphans:
             self._engine.remove(orphans, Deadline.after(1))  # also behind the deadline: it must not be there
-        return PutStatus.FAILED if all(code == RPC_FAIL for code in codes) else None
+        return Status.FAILED if all(code == RPC_FAIL for code in codes) else None
 
     def _put_with_room(
         self, frames: Sequence[tuple[str, memoryview]], deadline: Deadline, *, reached: bool
     ) -> list[int] | None:
         """The codes of a put. Asks again for what found no room, while the master may be making some."""
-        codes = self._hands.move(frames, deadline, reached=reached, out=False)
+        codes = self._memory.move(frames, deadline, reached=reached, out=False)
         for wait_s in _ROOM_WAITS_S:
             left = [at for at, code in enumerate(codes or ()) if code == _NO_ROOM]
             if codes is None or not left or deadline.remaining_s < wait_s:
                 break
             time.sleep(wait_s)
-            again = self._hands.move([frames[at] for at in left], deadline, reached=reached, out=False)
+            again = self._memory.move([frames[at] for at in left], deadline, reached=reached, out=False)
             for at, code in zip(left, again or (), strict=False):
                 codes[at] = code
         return codes
 
-    def _wait_to_see(self, frames: Sequence[tuple[str, memoryview]], deadline: Deadline) -> list[PutStatus]:
+    def _wait_to_see(self, frames: Sequence[tuple[str, memoryview]], deadline: Deadline) -> list[Status]:
         """STORED for objects that are there in full length. One look always, behind the deadline too; more until it.
 
         What is gone again was evicted at once: there is NO_ROOM. What somebody else is still writing has FAILED.
         """
-        results = [PutStatus.FAILED] * len(frames)
+        results = [Status.FAILED] * len(frames)
         left = list(range(len(frames)))
         for wait_s in _SEEN_WAITS_S:
             if not left or (wait_s and deadline.remaining_s < wait_s):
@@ -259,12 +260,12 @@ class MooncakeStore(Store):
             until = Deadline.after(max(deadline.remaining_s, 1.0))
             found = self._engine.seen([frames[at][0] for at in left], [len(frames[at][1]) for at in left], until)
             for at, there in zip(left, found, strict=True):
-                results[at] = PutStatus.STORED if there else PutStatus.FAILED
+                results[at] = Status.STORED if there else Status.FAILED
             left = [at for at, there in zip(left, found, strict=True) if not there]
             for at in left:
                 if self._engine.size(frames[at][0], until) == ABSENT:
-                    results[at] = PutStatus.NO_ROOM
-            left = [at for at in left if results[at] is PutStatus.FAILED]
+                    results[at] = Status.NO_ROOM
+            left = [at for at in left if results[at] is Status.FAILED]
         return results
 
     # --- what goes together -------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ class MooncakeStore(Store):
         num_bytes, reached = 0, False
         for i in chosen:
             name, memory = pages[i]
-            size, reaches = room(len(memory)), self._hands.reaches(memory)
+            size, reaches = room(len(memory)), self._memory.reaches(memory)
             limit = _BATCH_BYTES if reaches else self.config.buffer_bytes
             full = len(batch) == _BATCH_PAGES or num_bytes + size > limit or reaches != reached
             if batch and (full or (once and name in names)):
@@ -291,12 +292,12 @@ class MooncakeStore(Store):
         if batch:
             yield batch, reached
 
-    def _why_invalid(self, page: tuple[PageName, memoryview], deadline: Deadline) -> GetStatus:
+    def _why_invalid(self, page: tuple[PageName, memoryview], deadline: Deadline) -> Status:
         """The engine says the same of an object that is too long and of memory it does not know: only one is damage."""
         (size,) = self._engine.sizes([self._key(page[0])], deadline)
         if size == ABSENT:
-            return GetStatus.MISS
-        return GetStatus.SHORT if size >= 0 and size != len(page[1]) else GetStatus.FAILED
+            return Status.MISS
+        return Status.SHORT if size >= 0 and size != len(page[1]) else Status.FAILED
 
     def _key(self, name: PageName) -> str:
         return self.config.prefix + name.hex()
@@ -308,10 +309,10 @@ class MooncakeStore(Store):
             raise ResourceClosed("the store is closed")
 
 
-def _whole(num_bytes: int, wanted: int) -> GetStatus:
-    return GetStatus.HIT if num_bytes == wanted else GetStatus.SHORT
+def _whole(num_bytes: int, wanted: int) -> Status:
+    return Status.HIT if num_bytes == wanted else Status.SHORT
 
 
-_PUT: Final = {_NO_ROOM: PutStatus.NO_ROOM}
-_GOT: Final = {ABSENT: GetStatus.MISS, _NOT_READY: GetStatus.MISS}
-_DELETED: Final = {0: DeleteStatus.REMOVED, ABSENT: DeleteStatus.ABSENT}
+_PUT: Final = {_NO_ROOM: Status.NO_ROOM}
+_GOT: Final = {ABSENT: Status.MISS, _NOT_READY: Status.MISS}
+_DELETED: Final = {0: Status.REMOVED, ABSENT: Status.ABSENT}

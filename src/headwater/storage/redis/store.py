@@ -25,12 +25,13 @@ from typing import Final
 
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.frame import Fault, PageMeta, expiry_ms, parse
-from headwater.storage.base import Deadline, DeleteStatus, GetStatus, PutStatus, Store
+from headwater.storage.base import Deadline, Store
 from headwater.storage.redis.lines import Command, LineLate, RedisError, RedisLines, Refused, Skipped, Unauthorised
 from headwater.storage.redis.protocol import MAX_VALUE_BYTES
 
-_DELETED: Final = {1: DeleteStatus.REMOVED, 0: DeleteStatus.ABSENT}
+_DELETED: Final = {1: Status.REMOVED, 0: Status.ABSENT}
 _TRIP_BYTES: Final = 256 << 10  # frames in one round trip: with more, reading was slower (measured)
 _TRIP_NAMES: Final = 512  # small commands in one round trip
 
@@ -53,10 +54,10 @@ class RedisStore(Store):
 
     # --- the store interface ------------------------------------------------------------------------------------------
 
-    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[PutStatus]:
+    def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store frames that are not there yet; STORED once the server was seen to hold all their bytes."""
         self._require_usable()
-        results = [PutStatus.REFUSED] * len(pages)
+        results = [Status.REFUSED] * len(pages)
         metas: dict[int, PageMeta] = {}
         for i, (name, frame) in enumerate(pages):
             header = parse(frame) if len(frame) <= MAX_VALUE_BYTES else Fault.FOREIGN
@@ -65,8 +66,8 @@ class RedisStore(Store):
         try:
             held = self._look(metas.values(), deadline)
         except RedisError as error:
-            return [_put_trouble(error) if i in metas else PutStatus.REFUSED for i in range(len(pages))]
-        trouble: PutStatus | None = None
+            return [_put_trouble(error) if i in metas else Status.REFUSED for i in range(len(pages))]
+        trouble: Status | None = None
         for trip in _trips([(i, len(pages[i][1])) for i in metas]):
             going: list[int] = []
             coming: set[PageName] = set()
@@ -74,9 +75,9 @@ class RedisStore(Store):
                 meta, num_bytes = metas[i], held[metas[i].name]
                 orphan = meta.depth and not held[meta.parent_name] and meta.parent_name not in coming
                 if num_bytes:
-                    results[i] = PutStatus.EXISTS if num_bytes == len(pages[i][1]) else PutStatus.FAILED
+                    results[i] = Status.EXISTS if num_bytes == len(pages[i][1]) else Status.FAILED
                 elif orphan and trouble is None:
-                    results[i] = PutStatus.NO_PARENT
+                    results[i] = Status.NO_PARENT
                 else:
                     going.append(i)
                     coming.add(meta.name)
@@ -113,7 +114,7 @@ class RedisStore(Store):
         self,
         pages: Sequence[tuple[int, PageMeta, memoryview]],
         held: dict[PageName, int],
-        results: list[PutStatus],
+        results: list[Status],
         deadline: Deadline,
     ) -> None:
         """Put pages in one round trip, and look at each behind its write. Takes back what lost its parent there."""
@@ -125,28 +126,28 @@ class RedisStore(Store):
         orphans: list[Command] = []
         for (i, meta, frame), done, seen in zip(pages, answers[::2], answers[1::2], strict=True):
             results[i] = _put_status(done, seen, len(frame))
-            if results[i] is PutStatus.STORED and meta.depth and not held[meta.parent_name]:
-                results[i] = PutStatus.NO_PARENT
+            if results[i] is Status.STORED and meta.depth and not held[meta.parent_name]:
+                results[i] = Status.NO_PARENT
                 orphans.append((b"UNLINK", self._prefix + meta.name))
             elif results[i].held:
                 held[meta.name] = len(frame)
         if orphans:
             self._lines.ask(orphans, deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[GetStatus]:
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
         self._require_usable()
-        results = [GetStatus.FAILED] * len(pages)
+        results = [Status.FAILED] * len(pages)
         for trip in _trips([(i, len(buffer)) for i, (_, buffer) in enumerate(pages)]):
             commands = [(b"GETEX", self._prefix + pages[i][0], b"PX", self._ttl_ms(i)) for i in trip]
             try:
                 answers = self._lines.ask(commands, deadline, into=[pages[i][1] for i in trip])
             except RedisError as error:
-                rest = GetStatus.LATE if isinstance(error, LineLate) else GetStatus.FAILED
+                rest = Status.LATE if isinstance(error, LineLate) else Status.FAILED
                 return results[: trip[0]] + [rest] * (len(pages) - trip[0])
             for i, value in zip(trip, answers, strict=True):
                 results[i] = _got(value, pages[i][1])
-            self._keep_expiry([pages[i] for i in trip if results[i] is GetStatus.HIT], deadline)
+            self._keep_expiry([pages[i] for i in trip if results[i] is Status.HIT], deadline)
         return results
 
     def _keep_expiry(self, pages: Iterable[tuple[PageName, memoryview]], deadline: Deadline) -> None:
@@ -174,19 +175,18 @@ class RedisStore(Store):
             found[start : start + len(keys)] = [answer == 1 for answer in one_by_one]
         return found
 
-    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[DeleteStatus]:
+    def delete(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Status]:
         """Remove pages. What builds on them stays until its time is up: the server knows no chains."""
         self._require_usable()
-        results: list[DeleteStatus] = []
+        results: list[Status] = []
         for _, asked in _portions(names):
             try:
                 answers = self._lines.ask([(b"UNLINK", self._prefix + name) for name in asked], deadline)
             except RedisError as error:
-                rest = DeleteStatus.LATE if isinstance(error, LineLate) else DeleteStatus.FAILED
+                rest = Status.LATE if isinstance(error, LineLate) else Status.FAILED
                 return results + [rest] * (len(names) - len(results))
             results += [
-                _DELETED.get(answer, DeleteStatus.FAILED) if isinstance(answer, int) else DeleteStatus.FAILED
-                for answer in answers
+                _DELETED.get(answer, Status.FAILED) if isinstance(answer, int) else Status.FAILED for answer in answers
             ]
         return results
 
@@ -228,28 +228,28 @@ class RedisStore(Store):
             raise ResourceClosed("the store is closed")
 
 
-def _put_status(done: object, seen: object, num_bytes: int) -> PutStatus:
+def _put_status(done: object, seen: object, num_bytes: int) -> Status:
     """Of what SET and the STRLEN behind it said."""
     if isinstance(done, Refused):
-        return PutStatus.NO_ROOM if done.code == "OOM" else PutStatus.FAILED
+        return Status.NO_ROOM if done.code == "OOM" else Status.FAILED
     if done is None:
-        return PutStatus.EXISTS if seen == num_bytes else PutStatus.FAILED
+        return Status.EXISTS if seen == num_bytes else Status.FAILED
     if done != b"OK" or seen not in (0, num_bytes):
-        return PutStatus.FAILED
-    return PutStatus.STORED if seen == num_bytes else PutStatus.NO_ROOM  # evicted at once
+        return Status.FAILED
+    return Status.STORED if seen == num_bytes else Status.NO_ROOM  # evicted at once
 
 
-def _put_trouble(error: RedisError) -> PutStatus:
-    return PutStatus.LATE if isinstance(error, LineLate) else PutStatus.FAILED
+def _put_trouble(error: RedisError) -> Status:
+    return Status.LATE if isinstance(error, LineLate) else Status.FAILED
 
 
-def _got(value: object, buffer: memoryview) -> GetStatus:
+def _got(value: object, buffer: memoryview) -> Status:
     """Of what came for a page, which is in its buffer if all of it was there."""
     if value is None:
-        return GetStatus.MISS
+        return Status.MISS
     if isinstance(value, Skipped):
-        return GetStatus.SHORT
-    return GetStatus.HIT if value is buffer else GetStatus.FAILED
+        return Status.SHORT
+    return Status.HIT if value is buffer else Status.FAILED
 
 
 def _trips(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:

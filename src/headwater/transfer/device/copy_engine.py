@@ -44,7 +44,7 @@ _READONLY: Final = attrgetter("readonly")
 _RAMP: Final = 4  # the first piece out, and the last one in, is so much smaller: the other half of the way starts early
 
 
-class Choice(NamedTuple):
+class PathChoice(NamedTuple):
     """What was measured for so many blocks one way, and whether the kernel copies them itself."""
 
     direction: Direction
@@ -78,7 +78,7 @@ class CopyEngine(Owned):
             kind = StagedWire if one_run(cache, layout) is None else RunWire
             return kind(cache, layout, direction, digests=digests)
 
-        self._lanes = {
+        self._queues = {
             direction: CopyQueue((wires or make)(cache, self.layout, direction), direction.value)
             for direction in Direction
         }
@@ -86,7 +86,7 @@ class CopyEngine(Owned):
     @property
     def is_loading(self) -> bool:
         """Whether blocks are on their way to the device, or wait to be."""
-        return self._lanes[Direction.IN].is_busy
+        return self._queues[Direction.IN].is_busy
 
     def gather(
         self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None] | None = None
@@ -123,15 +123,15 @@ class CopyEngine(Owned):
             Direction.IN, slots, frames, groups, expected=expected, on_planes=on_planes, on_over=on_over
         )
 
-    def calibrate(self, frames: Sequence[memoryview]) -> list[Choice]:
+    def calibrate(self, frames: Sequence[memoryview]) -> list[PathChoice]:
         """Find out, for a few blocks, whether a kernel over the bus is faster than staging, and do so from then on.
 
         Blocks, milliseconds. For the beginning, when nobody else uses the device's first blocks: they are copied into
         `frames` and back. On a CPU there is nothing to choose.
         """
-        choices: list[Choice] = []
-        for direction, lane in self._lanes.items():
-            wire = lane.wire
+        choices: list[PathChoice] = []
+        for direction, queue in self._queues.items():
+            wire = queue.wire
             if not isinstance(wire, StagedWire):
                 continue
             faster = True
@@ -142,7 +142,7 @@ class CopyEngine(Owned):
                     wire.direct_bytes = direct_bytes
                     took[way] = min(self._time(direction, frames[:count]) for _ in range(_NUM_TIMED))
                 faster = faster and took["direct"] < took["staged"]
-                choices.append(Choice(direction, count, took["staged"], took["direct"], faster))
+                choices.append(PathChoice(direction, count, took["staged"], took["direct"], faster))
                 count *= 2
             blocks = max((one.num_blocks for one in choices if one.direction is direction and one.direct), default=0)
             wire.direct_bytes = blocks * self.layout.page_bytes
@@ -165,8 +165,8 @@ class CopyEngine(Owned):
 
     def close(self) -> None:
         """End every transfer and give the memory back. Idempotent. Blocks until what has begun is over."""
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
 
     def _submit(
         self,
@@ -190,7 +190,7 @@ class CopyEngine(Owned):
             raise InvalidCopy(f"a frame has {needed} bytes, which can be written to where blocks are gathered")
         if direction is Direction.IN and len(np.unique(ids)) < len(ids):
             raise InvalidCopy("a slot is a destination more than once")
-        by_address = self._lanes[direction].wire.by_address
+        by_address = self._queues[direction].wire.by_address
         transfer = Transfer(
             ids,
             frames,
@@ -203,13 +203,13 @@ class CopyEngine(Owned):
         )
         if transfer.over and on_over is not None:
             tell(on_over)
-        others = [lane for other, lane in self._lanes.items() if other is not direction]
-        self._lanes[direction].submit(transfer, alone=not any(lane.is_busy for lane in others))
+        others = [queue for other, queue in self._queues.items() if other is not direction]
+        self._queues[direction].submit(transfer, alone=not any(queue.is_busy for queue in others))
         return transfer
 
     def _groups(self, num_blocks: int, *, whole: bool) -> list[tuple[range, int]]:
         """Ranges of planes and their bytes: whole layers where that is possible, and at most a place each."""
-        page, most = self.layout.page_bytes, self._lanes[Direction.IN].wire.place_bytes
+        page, most = self.layout.page_bytes, self._queues[Direction.IN].wire.place_bytes
         # A group of all blocks together fills a few places, or the pieces get too small for the wire.
         least = page if whole else min(page, max(GROUP_BYTES, _GROUP_PLACES * most // max(1, num_blocks)))
         groups = self._known_groups.get(least)
@@ -221,7 +221,7 @@ class CopyEngine(Owned):
         self, direction: Direction, num_blocks: int, groups: list[tuple[range, int]]
     ) -> tuple[list[Cut], dict[range, int]]:
         """Pieces in the order in which they go, group by group, and how many each group has."""
-        wire = self._lanes[direction].wire
+        wire = self._queues[direction].wire
         most = wire.place_bytes
         cuts: list[Cut] = []
         left: dict[range, int] = {}

@@ -1,7 +1,7 @@
-"""Transfers, and the lanes that move them: one direction of a device each, in pieces, a bounded number at a time.
+"""Transfers, and the queues that move them: one direction of a device each, in pieces, a bounded number at a time.
 
-A lane takes transfers in the order they came and puts their pieces on the wire as places are free. Whoever waits for a
-transfer drives the lane meanwhile; a thread drives what nobody waits for. Not here: how a transfer is cut, and what it
+A queue takes transfers in the order they came and puts their pieces on the wire as places are free. Whoever waits for a
+transfer drives the queue meanwhile; a thread drives what nobody waits for. Not here: how a transfer is cut, and what it
 is good for (`copy_engine.py`); how bytes move (`wire.py`).
 
 What interrupts who drives (Ctrl-C, SystemExit) is theirs and passes. Its books are kept: a piece on the wire stays
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import CopyDamaged, ResourceClosed
-from headwater.transfer.device.wire import Digests, Piece, Wire
+from headwater.transfer.device.wire import Digests, Wire, WirePiece
 
 log = logging.getLogger("headwater")
 
@@ -63,7 +63,7 @@ class Transfer:
         self._num_planes = num_planes
         self._left_alone = False
         self._changed = threading.Condition()
-        self._lane: CopyQueue | None = None
+        self._queue: CopyQueue | None = None
         self.over = self._ending = not cuts
         self.num_planes_ready = 0 if cuts else num_planes
 
@@ -107,9 +107,9 @@ class Transfer:
 
     def _wait(self, until: Callable[[], bool], timeout_s: float | None, *, hurry: bool) -> bool:
         begin_s = time.monotonic()
-        if self._lane is not None:
+        if self._queue is not None:
             self._left_alone = True  # unless it is over when this returns
-            self._lane.drive(until, timeout_s, hurry=hurry)
+            self._queue.drive(until, timeout_s, hurry=hurry)
         left_s = None if timeout_s is None else max(0.0, begin_s + timeout_s - time.monotonic())
         with self._changed:  # the last piece may be in another's hands
             return self._changed.wait_for(until, left_s)
@@ -123,7 +123,7 @@ class Transfer:
             self.cancelled = True
         self._end_if_done()
 
-    def _collect(self, piece: Piece, at: tuple[int, int], digests: Digests | None, error: Exception | None) -> None:
+    def _collect(self, piece: WirePiece, at: tuple[int, int], digests: Digests | None, error: Exception | None) -> None:
         """A piece is finished."""
         start, end = at
         ready = 0
@@ -169,13 +169,13 @@ class Transfer:
                 self.over = True  # who sees this knows that it was told
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[Piece, tuple[int, int]] | None:
+    def _next(self) -> tuple[WirePiece, tuple[int, int]] | None:
         """The next piece to launch; None: there is none, or none is wanted any more."""
         with self._changed:
             if self._pieces and not self.cancelled and self.error is None:
                 start, end, planes = self._pieces.popleft()
                 addresses = self._addresses[start:end]
-                return Piece(self._slots[start:end], self._frames[start:end], planes, addresses), (start, end)
+                return WirePiece(self._slots[start:end], self._frames[start:end], planes, addresses), (start, end)
         self._end_if_done()
         return None
 
@@ -186,7 +186,7 @@ class _UnderWay:
 
     place: int
     transfer: Transfer
-    piece: Piece
+    piece: WirePiece
     at: tuple[int, int]
     error: Exception | None = None
 
@@ -194,7 +194,7 @@ class _UnderWay:
 class CopyQueue:
     """One direction: a wire, and the transfers that want it, in the order they came.
 
-    Whoever waits for a transfer drives the lane: puts pieces on the wire, and takes them off in the same order, also
+    Whoever waits for a transfer drives the queue: puts pieces on the wire, and takes them off in the same order, also
     those of others. While nobody waits, a thread does.
     """
 
@@ -226,7 +226,7 @@ class CopyQueue:
         """
         if transfer.over:
             return
-        transfer._lane = self
+        transfer._queue = self
         with self._lock:
             if self._closed:
                 raise ResourceClosed("the copy engine is closed")

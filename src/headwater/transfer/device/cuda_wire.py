@@ -24,7 +24,7 @@ from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache
 from headwater.transfer.device.copy import find_planes
 from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
-from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, Piece
+from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, WirePiece
 
 _ALIGNMENT: Final = 16  # of a row in a buffer on the device: vector loads
 _PLACES, _PLACE_BYTES = 4, 31 << 20
@@ -78,7 +78,7 @@ class CudaWire(ABC):
                 {spins: calls.create_event(spins=spins) for spins in (True, False)} for _ in range(num_places)
             ]
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         """Queue kernel and copies on the device."""
         num_rows, planes = len(piece.slots), piece.planes
         start, width = self._table.span(planes)
@@ -111,7 +111,7 @@ class CudaWire(ABC):
         self._half, self._over = [], []
 
     @abstractmethod
-    def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
+    def _queue(self, place: int, piece: WirePiece, start: int, width: int) -> int:
         """Queue everything, and return the stream on which it ends. `start`, `width`: of the planes in a payload."""
 
     @contextmanager
@@ -124,12 +124,12 @@ class CudaWire(ABC):
                 stream.synchronize()
             raise
 
-    def _addresses(self, piece: Piece, start: int) -> list[int]:
+    def _addresses(self, piece: WirePiece, start: int) -> list[int]:
         """Where the planes are in each frame."""
         at = self._payload_at + start
         return [address + at for address in piece.addresses]
 
-    def _run_kernel(self, place: int, piece: Piece, rows: int = 0, stride: int = 0) -> None:
+    def _run_kernel(self, place: int, piece: WirePiece, rows: int = 0, stride: int = 0) -> None:
         self._kernel(
             self._kernels,
             piece.planes,
@@ -191,7 +191,7 @@ class StagedWire(CudaWire):
         self._buffers_at = self._buffers.data_ptr()
         torch.cuda.synchronize(cache.device)  # the cache was zeroed on another stream, which ours do not follow
 
-    def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
+    def _queue(self, place: int, piece: WirePiece, start: int, width: int) -> int:
         frames = self._addresses(piece, start)
         if self._may_be_direct and len(frames) * width <= self.direct_bytes and self._copy_direct(place, piece, frames):
             return self._kernels
@@ -211,7 +211,7 @@ class StagedWire(CudaWire):
         self._run_kernel(place, piece, buffer, stride)
         return self._kernels
 
-    def _copy_direct(self, place: int, piece: Piece, frames: list[int]) -> bool:
+    def _copy_direct(self, place: int, piece: WirePiece, frames: list[int]) -> bool:
         """Have the kernel reach into the frames. False: they are not evenly spaced, and nothing was done."""
         if _even_run(frames, 0) < len(frames):
             return False
@@ -244,14 +244,14 @@ class RunWire(CudaWire):
         if run is None:
             raise InvalidInput("a block of this cache is not one run of bytes, as its page is")
         self._blocks_at, self._block_stride = run
-        self._undigested: list[Piece | None] = [None] * num_places  # pieces on their way in
+        self._undigested: list[WirePiece | None] = [None] * num_places  # pieces on their way in
         most = max(place_bytes, *map(_aligned, layout.plane_bytes))
         super().__init__(
             cache, layout, direction, num_places=num_places, place_bytes=most, digests=digests, copies=False
         )
         torch.cuda.synchronize(cache.device)  # as above
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         """Queue copies, and on their way out the kernel."""
         self._undigested[place] = None
         super().launch(place, piece)
@@ -261,7 +261,7 @@ class RunWire(CudaWire):
         self._undigested = [None] * self.num_places
         super().close()
 
-    def _queue(self, place: int, piece: Piece, start: int, width: int) -> int:
+    def _queue(self, place: int, piece: WirePiece, start: int, width: int) -> int:
         frames = self._addresses(piece, start)
         blocks = (piece.slots * self._block_stride + (self._blocks_at + start)).tolist()
         calls, half = self._calls, self._half[place]

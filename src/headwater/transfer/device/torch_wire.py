@@ -20,7 +20,7 @@ from headwater.layout.digest import plane_digest
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.wire import Digests, Direction, Piece
+from headwater.transfer.device.wire import Digests, Direction, WirePiece
 
 SHARED_BYTES: Final = 1 << 20  # of a piece that the helper may take: less is over before it wakes up
 
@@ -53,7 +53,7 @@ class TorchWire:
         self._digests = digests
         self._shared_bytes = shared_bytes
         self._shares = direction is Direction.IN and len(os.sched_getaffinity(0)) > 1
-        self._pieces: list[Piece | None] = [None] * num_places
+        self._pieces: list[WirePiece | None] = [None] * num_places
         self._changed = threading.Condition()
         self._waiting: dict[int, bool] = {}  # places whose piece nobody has begun, oldest first: may the helper take it
         self._begun: set[int] = set()
@@ -61,7 +61,7 @@ class TorchWire:
         self._helper: threading.Thread | None = None  # from the first time there is something to share
         self._closed = False
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         """Remember the piece; the helper may begin with it."""
         size = sum(self._layout.plane_bytes[piece.planes.start : piece.planes.stop])
         shared = self._shares and size * len(piece.slots) >= self._shared_bytes
@@ -135,7 +135,7 @@ class TorchWire:
                 self._over[place] = found
                 self._changed.notify_all()
 
-    def _copy(self, piece: Piece) -> Digests | None:
+    def _copy(self, piece: WirePiece) -> Digests | None:
         layout, first = self._layout, piece.planes.start
         start = self._payload_at + layout.offsets[first]
         sizes = layout.plane_bytes[first : piece.planes.stop]

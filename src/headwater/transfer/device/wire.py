@@ -32,7 +32,7 @@ class Direction(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WirePiece:
     """Planes `planes` of the blocks in `slots`, and the frames whose payload they are."""
 
     slots: npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class Wire(Protocol):
         """Whether a piece is copied twice, so that small ones at the ends let both stages begin early."""
         ...
 
-    def launch(self, place: int, piece: Piece) -> None:
+    def launch(self, place: int, piece: WirePiece) -> None:
         """Begin. Does not wait. Raises what the device raises; the place is to be finished all the same."""
         ...
 

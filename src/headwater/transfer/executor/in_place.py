@@ -22,8 +22,9 @@ import numpy as np
 from headwater.core.errors import InvalidCopy
 from headwater.core.events import Load, Save
 from headwater.core.page import PageName
+from headwater.core.results import Status
 from headwater.layout.headers import write_headers
-from headwater.storage.base import Addressable, Clock, GetStatus, PutStatus, Reservation
+from headwater.storage.base import Addressable, Clock, Reservation
 from headwater.storage.verified import Loan
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.ledger import JobState, Ledger
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("headwater")
 
-_HELD: Final = frozenset({PutStatus.STORED, PutStatus.EXISTS})
-_HELD_OR_LATE: Final = _HELD | {PutStatus.LATE}
+_HELD: Final = frozenset({Status.STORED, Status.EXISTS})
+_HELD_OR_LATE: Final = _HELD | {Status.LATE}
 _HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire
 _ROW_PAGES: Final = 128  # are borrowed in one call: to look them up takes less than to copy those before them
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
@@ -102,7 +103,7 @@ class InPlaceJobs:
 
         Blocks. Raises JobTrouble, or what staging raises.
         """
-        results: list[str] = [GetStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         begun: list[_Row] = []
         try:
             for start, end in pairwise(self._cut(len(names))):
@@ -120,7 +121,7 @@ class InPlaceJobs:
             job.num_bytes += self._moved(order.store, "out", num_good)
             if num_good < len(row.loans):
                 break
-        return fill_behind(results, GetStatus.HIT, GetStatus.MISS)
+        return fill_behind(results, Status.HIT, Status.MISS)
 
     def _cut(self, num_pages: int) -> list[int]:
         """Where the rows of a load begin, and the end of the last.
@@ -145,19 +146,19 @@ class InPlaceJobs:
     ) -> bool:
         """Borrow pages and have them copied. False: the row ends here. Does not wait for the bytes."""
         reader = self._tiers[order.store].reader
-        lent: list[Loan | GetStatus] = []
+        lent: list[Loan | Status] = []
         for at in range(0, len(names), _ROW_PAGES):
             asked = names[at : at + _ROW_PAGES]
             lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
-            require(order.store, lent, at + len(asked), (Loan, GetStatus))
-            if isinstance(lent[-1], GetStatus):
-                lent += [GetStatus.MISS] * (len(names) - len(lent))
+            require(order.store, lent, at + len(asked), (Loan, Status))
+            if isinstance(lent[-1], Status):
+                lent += [Status.MISS] * (len(names) - len(lent))
                 break
             if len(lent) < len(names):
                 time.sleep(_BREATH_S)
         loans = [one for one in lent if isinstance(one, Loan)]  # the first ones
         for i, one in enumerate(lent, start):
-            if isinstance(one, GetStatus):
+            if isinstance(one, Status):
                 results[i] = one
         if not loans or not self._ledger.begin_copy(job):
             return False
@@ -208,9 +209,9 @@ class InPlaceJobs:
                 is_sound = self._publish(job, order, begun[0], results)
                 begun.pop(0)
         except StoreTrouble:
-            if PutStatus.STORED not in results:
+            if Status.STORED not in results:
                 raise
-            results = [PutStatus.FAILED if status is PutStatus.LATE else status for status in results]
+            results = [Status.FAILED if status is Status.LATE else status for status in results]
         finally:
             for slice_ in begun:
                 slice_.transfer.cancel()
@@ -222,7 +223,7 @@ class InPlaceJobs:
                     raise
                 log.exception("%s did not take %d slots back", order.store, len(reserved))
         if not _HELD_OR_LATE.issuperset(results):
-            return fill_behind(results, (PutStatus.STORED, PutStatus.EXISTS), PutStatus.NO_PARENT)
+            return fill_behind(results, (Status.STORED, Status.EXISTS), Status.NO_PARENT)
         return results
 
     def _begin_slice(
@@ -245,7 +246,7 @@ class InPlaceJobs:
         taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
         reserved += [one for one in taken if isinstance(one, Reservation)]
         time.sleep(_BREATH_S)
-        require(order.store, taken, len(places), (Reservation, PutStatus))
+        require(order.store, taken, len(places), (Reservation, Status))
         slots: dict[int, Reservation] = {}
         ends = False
         for i, one in zip(places, taken, strict=True):
@@ -285,11 +286,11 @@ class InPlaceJobs:
         write_headers(views, metas, sizes, transfer.digests, now_ms=now_ms)
         time.sleep(_BREATH_S)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
-        require(order.store, statuses, len(slice_.slots), PutStatus)
+        require(order.store, statuses, len(slice_.slots), Status)
         for i, status in zip(slice_.places, statuses, strict=True):
             results[i] = status
         time.sleep(_BREATH_S)
-        job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
+        job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
         return _HELD.issuperset(statuses)
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the hands do for each sort of job, step by step: look, load, save, copy. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, copy. Runs in the threads of `worker.py`.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
@@ -18,11 +18,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Demote, Failure, Job, Load, Look, Save, StoreCopy
+from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
+from headwater.core.results import Reason, Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, GetStatus, PutStatus
+from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
@@ -97,29 +98,29 @@ class JobRunner:
         The results of a job that ended meanwhile mean nothing.
         """
         order = job.order
-        if isinstance(order, Look):
-            return self._look(job, order)
+        if isinstance(order, Probe):
+            return self._probe(job, order)
         if isinstance(order, Load):
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
         if isinstance(order, StoreCopy):
             return self._copy(job, order)
-        raise JobTrouble(Failure.FAILED, f"the hands do not know how to {job.kind}")
+        raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def glance(self, order: Look) -> tuple[str, ...] | None:
+    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
         """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
-        store = self._tiers[order.store].store.glancing()
+        store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
         names = self._naming.names(order.keys)
 
-        def glance() -> list[bool] | None:
-            found = store.glance(names)
+        def contains_cached() -> list[bool] | None:
+            found = store.contains_cached(names)
             return None if found is None else list(found)
 
         try:
-            held = call(order.store, glance)
+            held = call(order.store, contains_cached)
             if held is None:
                 return None
             require(order.store, held, len(names), bool)
@@ -127,20 +128,20 @@ class JobRunner:
             return None  # whatever it is, asking will show it
         return _words(held)
 
-    def _look(self, job: JobState, order: Look) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[str]:
         held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
-            raise JobTrouble(Failure.LATE, "the answer came after the deadline")
+            raise JobTrouble(Reason.LATE, "the answer came after the deadline")
         return list(_words(held))
 
     def _load(self, job: JobState, order: Load) -> list[str]:
         names = self._naming.names(order.keys)
         if self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [GetStatus.LATE] * len(names)
+        results: list[str] = [Status.LATE] * len(names)
         done = 0
         while done < len(names):
             with self._pages(job, len(names) - done) as pages:
@@ -151,25 +152,25 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, GetStatus.FAILED)
+                    return fill(results, done, Status.FAILED)
                 num_hits = _leading_hits(got)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
                         if not may_copy:
                             break
                         self._staging.scatter(pages[:num_hits], order.slots[done : done + num_hits])
-            results[done : done + num_hits] = [GetStatus.HIT] * num_hits
+            results[done : done + num_hits] = [Status.HIT] * num_hits
             job.num_bytes += self._moved(order.store, "out", num_hits)
             done += num_hits
             if num_hits < len(got):
                 results[done] = got[num_hits]
-                return fill(results, done + 1, GetStatus.MISS)
+                return fill(results, done + 1, Status.MISS)
         return results
 
     def _save(self, job: JobState, order: Save) -> list[str]:
         self._courtesy.wait()
         there = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
-        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
@@ -194,13 +195,13 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED, todo)
+                    return fill(results, done, Status.FAILED, todo)
             for i, status in zip(slice_, statuses, strict=True):
                 results[i] = status
-            job.num_bytes += self._moved(order.store, "in", statuses.count(PutStatus.STORED))
+            job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
             done += len(slice_)
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT, todo)
+                return fill(results, done, Status.NO_PARENT, todo)
         return results
 
     def _copy(self, job: JobState, order: StoreCopy) -> list[str]:
@@ -212,7 +213,7 @@ class JobRunner:
         names, target = self._naming.names(order.keys), self._tiers[order.target]
         demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
         there = self._contains(target, job, names) if demoting else [False] * len(names)
-        results: list[str] = [PutStatus.EXISTS if one else PutStatus.LATE for one in there]
+        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         done = 0
         while done < len(todo):
@@ -231,17 +232,17 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, PutStatus.FAILED, todo)
+                    return fill(results, done, Status.FAILED, todo)
             for i, status in zip(todo[done:], statuses, strict=False):
                 results[i] = status
             self._moved(order.store, "out", num_hits)
-            job.num_bytes += self._moved(order.target, "in", statuses.count(PutStatus.STORED))
+            job.num_bytes += self._moved(order.target, "in", statuses.count(Status.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, PutStatus.NO_PARENT, todo)
+                return fill(results, done, Status.NO_PARENT, todo)
             if num_hits < len(got):
-                lacking = GetStatus.MISS if demoting else PutStatus.FAILED
-                return fill(results, done, PutStatus.LATE if got[num_hits] is GetStatus.LATE else lacking, todo)
+                lacking = Status.MISS if demoting else Status.FAILED
+                return fill(results, done, Status.LATE if got[num_hits] is Status.LATE else lacking, todo)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -268,13 +269,13 @@ class JobRunner:
         require(tier.name, held, len(names), bool)
         return held
 
-    def _read(self, job: JobState, items: list[Item]) -> list[GetStatus]:
+    def _read(self, job: JobState, items: list[Item]) -> list[Status]:
         reader = self._tiers[job.order.store].reader
         got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), GetStatus)
+        require(job.order.store, got, len(items), Status)
         return got
 
-    def _read_source(self, job: JobState, items: list[Item]) -> list[GetStatus]:
+    def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
         """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
 
         Its trouble is not the target's, and the blocks may still be on the device: a miss.
@@ -282,15 +283,15 @@ class JobRunner:
         tier = self._tiers[job.order.store]
         try:
             got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
-            require(tier.name, got, len(items), GetStatus)
+            require(tier.name, got, len(items), Status)
             return got
         except StoreTrouble as trouble:
             log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
-            return [GetStatus.FAILED] * len(items)
+            return [Status.FAILED] * len(items)
 
     def _seal_and_put(
         self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"
-    ) -> list[PutStatus]:
+    ) -> list[Status]:
         tier = self._tiers[job.order.store]
         unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
         now_ms = int(self._clock.time() * 1000)
@@ -302,14 +303,14 @@ class JobRunner:
                 )
             ),
         )
-        require(tier.name, statuses, len(unsealed), PutStatus)
+        require(tier.name, statuses, len(unsealed), Status)
         return statuses
 
-    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[PutStatus]:
+    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), PutStatus)
+        require(tier.name, statuses, len(items), Status)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -322,5 +323,5 @@ def _words(held: Sequence[bool]) -> tuple[str, ...]:
     return tuple(map(("absent", "held").__getitem__, held))
 
 
-def _leading_hits(got: Sequence[GetStatus]) -> int:
-    return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
+def _leading_hits(got: Sequence[Status]) -> int:
+    return sum(1 for _ in takewhile(lambda status: status is Status.HIT, got))

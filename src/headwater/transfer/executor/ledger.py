@@ -19,14 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from headwater.core.events import Copied, Event, Failure, Job, JobDone, JobFailed, Save
+from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Save
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
 
 log: Final = logging.getLogger("headwater")
 
 
-class Phase(enum.Enum):
+class JobPhase(enum.Enum):
     """Where a job is, whether its end was told or not."""
 
     QUEUED = "queued"
@@ -46,13 +47,13 @@ class JobState:
         self.order = order
         self.kind = type(order).__name__.lower()
         self.deadline = Deadline(order.deadline_s, clock)
-        self.phase = Phase.QUEUED
+        self.phase = JobPhase.QUEUED
         self.started_s: float | None = None
         self.num_bytes = 0  # moved so far; only the job's thread counts
         self.num_copying = 0  # copies between slots and host memory that are under way
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
-        self.failing: tuple[Failure, str] | None = None  # what ends it when the copy is over
+        self.failing: tuple[Reason, str] | None = None  # what ends it when the copy is over
         self.stuck = False  # its thread was given up: a store's call, or a copy, does not return
         self.ended = False
 
@@ -84,7 +85,7 @@ class Ledger:
         """A job is alive from now on. The lock is held."""
         self.live[job.order.job] = job
 
-    def fail(self, job: JobState, failure: Failure, why: str) -> None:
+    def fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job without a result, now or when its copy is over; one that ended stays ended. The lock is held."""
         if job.ended:
             return
@@ -207,8 +208,8 @@ class Ledger:
     def _end(self, job: JobState) -> None:
         """Strike a job off. The lock is held."""
         job.ended = True
-        if job.phase is Phase.QUEUED:
-            job.phase = Phase.OVER
+        if job.phase is JobPhase.QUEUED:
+            job.phase = JobPhase.OVER
         del self.live[job.order.job]
         if self.on_end is not None:
             self.on_end(job.order.job)

@@ -31,8 +31,9 @@ from headwater.config import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import NO_TENANT, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, GetStatus, PutStatus
+from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.storage.bounded import BoundedStore
 from headwater.storage.calls import Calls
 from headwater.storage.pending import CallEnd, Pending
@@ -197,11 +198,11 @@ class Slices:
             raise
         return Piece(start, end, lease, [(meta.name, frame) for meta, frame in zip(metas, frames, strict=True)])
 
-    def _count_durable(self, row: Row, call: Pending[PutStatus]) -> None:
+    def _count_durable(self, row: Row, call: Pending[Status]) -> None:
         statuses = call.wait()
         num_held = sum(1 for _ in takewhile(lambda status: status.held, statuses))
         row.num_done += num_held
-        self._moved("in", statuses[:num_held].count(PutStatus.STORED))
+        self._moved("in", statuses[:num_held].count(Status.STORED))
         if num_held < len(statuses):
             raise _why(row, call, statuses[num_held])
 
@@ -211,10 +212,10 @@ class Slices:
         asked = self._asked(row, 0)
         while asked is not None:
             piece, call = asked
-            ahead: tuple[Piece, Pending[GetStatus]] | None = None
+            ahead: tuple[Piece, Pending[Status]] | None = None
             try:
                 got = call.wait()
-                if all(status is GetStatus.HIT for status in got):
+                if all(status is Status.HIT for status in got):
                     ahead = _ahead(partial(self._asked, row, piece.end, wait=False))
                 self._take_in(row, piece, call, got)
             except BaseException:
@@ -225,7 +226,7 @@ class Slices:
                 piece.lease.end()
             asked = ahead if ahead is not None else self._asked(row, row.num_done)
 
-    def _asked(self, row: Row, start: int, *, wait: bool = True) -> tuple[Piece, Pending[GetStatus]] | None:
+    def _asked(self, row: Row, start: int, *, wait: bool = True) -> tuple[Piece, Pending[Status]] | None:
         """The piece that begins there, on its way. None: that is the end, or it would have had to wait."""
         if self.reader.switched_off:
             raise Ended(Why.STORE_DOWN, "nothing but bad pages came from it")
@@ -238,7 +239,7 @@ class Slices:
         call = self._calls.get_into(items, deadline=row.deadline(start), on_return=lease.lend())
         return Piece(start, end, lease, items), call
 
-    def _take_in(self, row: Row, piece: Piece, call: Pending[GetStatus], got: list[GetStatus]) -> None:
+    def _take_in(self, row: Row, piece: Piece, call: Pending[Status], got: list[Status]) -> None:
         """Verify what came, in the pages it came into; scatter what is right up to the first that is not."""
         num_asked = _num_hits(got) + 1  # the first that did not come too: a store may know itself that it is cut
         with _raising("the store"):
@@ -289,7 +290,7 @@ def _ahead(work: Callable[[], T | None]) -> T | None:
     return None
 
 
-def _why(row: Row, call: Pending[Any], first: PutStatus | GetStatus) -> Ended:
+def _why(row: Row, call: Pending[Any], first: Status) -> Ended:
     """Why a row ends with a call, of whose pages `first` was the first that did not do."""
     detail = call.why or f"block {row.order.depth + row.num_done}: {first.value}"
     if call.end is CallEnd.LATE or first.value == "late":
@@ -307,5 +308,5 @@ def _raising(what: str) -> Iterator[None]:
         raise Ended(Why.ERROR, f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _num_hits(got: Sequence[GetStatus]) -> int:
-    return sum(1 for _ in takewhile(lambda status: status is GetStatus.HIT, got))
+def _num_hits(got: Sequence[Status]) -> int:
+    return sum(1 for _ in takewhile(lambda status: status is Status.HIT, got))

@@ -1,8 +1,8 @@
-"""A lane: the jobs that wait for one store, in the order they shall begin, and the count of the threads that take them.
+"""A queue: the jobs that wait for one store, in the order they shall begin, and the count of the threads that take them.
 
-Looks and loads come first, because somebody waits for them, then promotions, then saves and demotions, which are
+Probes and loads come first, because somebody waits for them, then promotions, then saves and demotions, which are
 writes of their target's; within a sort, who came first: so what a row builds on is written before it.
-Where a store has two threads or more, one is kept for looks and loads: so no load waits for a long save, and a store
+Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a store
 that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the ledger's
 lock guards everything here.
 
@@ -14,12 +14,12 @@ from collections import OrderedDict
 from threading import Condition
 from typing import Final
 
-from headwater.core.events import Demote, Job, Load, Look, Promote, Save
+from headwater.core.events import Demote, Job, Load, Probe, Promote, Save
 from headwater.metrics import Metrics
-from headwater.transfer.executor.ledger import JobState, Ledger, Phase
+from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 
-PROMOTIONS: Final = "promotions"  # somebody waits for these: a lane of their own, which no write holds up
-PRIORITY: Final[dict[type[Job], int]] = {Look: 0, Load: 0, Promote: 1, Save: 2, Demote: 2}  # lower goes first
+PROMOTIONS: Final = "promotions"  # somebody waits for these: a queue of their own, which no write holds up
+PRIORITY: Final[dict[type[Job], int]] = {Probe: 0, Load: 0, Promote: 1, Save: 2, Demote: 2}  # lower goes first
 
 
 class StoreQueue:
@@ -59,7 +59,7 @@ class StoreQueue:
                 _, job = queue.popitem(last=False)
                 self._count(job, -1)
                 self._num_unhurried += rank > 0
-                job.phase = Phase.RUNNING
+                job.phase = JobPhase.RUNNING
                 return job
         return None
 
@@ -78,7 +78,7 @@ class StoreQueue:
 
     def leave(self, job: JobState) -> None:
         """The thread that was at a job is back from it."""
-        job.phase = Phase.OVER
+        job.phase = JobPhase.OVER
         if job.stuck:
             self.num_able += 1
             self.num_stuck -= 1
@@ -86,7 +86,7 @@ class StoreQueue:
             self._num_unhurried -= _rank(job) > 0
 
     def _count(self, job: JobState, sign: int) -> None:
-        num_pages = 0 if isinstance(job.order, Look) else len(job.order.keys)
+        num_pages = 0 if isinstance(job.order, Probe) else len(job.order.keys)
         self._queued_bytes += sign * num_pages * self._frame_bytes
         self._metrics.gauge("queue_jobs", sum(map(len, self._queues)), tier=self.name)
         self._metrics.gauge("queue_bytes", self._queued_bytes, tier=self.name)
@@ -96,7 +96,7 @@ def _rank(job: JobState) -> int:
     return PRIORITY[type(job.order)]
 
 
-def lane_of(order: Job) -> str:
+def queue_of(order: Job) -> str:
     """Whose threads do a job."""
     if isinstance(order, Demote):
         return order.target

@@ -1,4 +1,4 @@
-"""A store as the hands use it, and what the pages they move are called.
+"""A store as the executor uses it, and what the pages they move are called.
 
 No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
 """
@@ -86,7 +86,7 @@ class Naming:
 
 
 class TierStore:
-    """A store as the hands use it: written to as it is, read only through verification."""
+    """A store as the executor uses it: written to as it is, read only through verification."""
 
     def __init__(self, name: str, store: Store, naming: Naming, *, clock: Clock, metrics: Metrics) -> None:
         self.name = name

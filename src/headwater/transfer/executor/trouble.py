@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TypeVar
 
-from headwater.core.events import Failure
+from headwater.core.results import Reason
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def is_trouble(error: BaseException) -> bool:
 class JobTrouble(Exception):
     """A job cannot go on: how it ends, and why."""
 
-    def __init__(self, failure: Failure, why: str) -> None:
+    def __init__(self, failure: Reason, why: str) -> None:
         super().__init__(why)
         self.failure = failure
         self.why = why
@@ -39,7 +39,7 @@ class StoreTrouble(JobTrouble):
     """A store raised, or answered what is no answer."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(Failure.FAILED, why)
+        super().__init__(Reason.FAILED, why)
 
 
 def call(store: str, work: Callable[[], T]) -> T:

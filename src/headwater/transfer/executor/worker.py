@@ -1,4 +1,4 @@
-"""Worker: the hands' threads. Takes instructions, runs them beside the engine, and says what became of each.
+"""Worker: the executor's threads. Takes instructions, runs them beside the engine, and says what became of each.
 
 Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
 jobs; promotions, which touch two stores, have one of their own, and demotions are writes of their target's. A job that
@@ -32,27 +32,27 @@ from headwater.core.events import (
     Cancel,
     Demote,
     Event,
-    Failure,
     Instruction,
     Job,
     Load,
-    Look,
+    Probe,
     Save,
     StoreCopy,
     StoreOff,
     StoreOn,
     Stuck,
 )
+from headwater.core.results import Reason
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.jobs import JobRunner, check_job
-from headwater.transfer.executor.ledger import JobState, Ledger, Phase
+from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, lane_of
+from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, queue_of
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, has_no_caller
 
@@ -62,7 +62,7 @@ _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before the
 
 
 class Worker:
-    """Runs Look, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
+    """Runs Probe, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
 
     `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
     may `submit`, and must not `drain` or `close`. A worker belongs to one process: after fork() make another.
@@ -123,7 +123,7 @@ class Worker:
         tiers = {
             name: TierStore(name, store, naming, clock=clock, metrics=self._metrics) for name, store in stores.items()
         }
-        self._hands = JobRunner(
+        self._runner = JobRunner(
             tiers,
             staging,
             self._pool,
@@ -136,8 +136,8 @@ class Worker:
             metrics=self._metrics,
         )
         self._tiers = tiers
-        lanes = [*stores, PROMOTIONS] if len(stores) > 1 else list(stores)
-        self._lanes = {
+        queues = [*stores, PROMOTIONS] if len(stores) > 1 else list(stores)
+        self._queues = {
             name: StoreQueue(
                 name,
                 self._ledger,
@@ -145,7 +145,7 @@ class Worker:
                 frame_bytes=naming.frame_bytes,
                 metrics=self._metrics,
             )
-            for name in lanes
+            for name in queues
         }
         self._waiting: dict[int, list[JobState]] = {}  # jobs that are queued when another has ended, by its number
         self._off: dict[str, str] = {}  # stores that are not used, and why
@@ -157,10 +157,10 @@ class Worker:
         self._watchdog = threading.Thread(target=self._keep_watch, name="headwater watchdog", daemon=True)
         try:
             self._watchdog.start()
-            for lane in self._lanes.values():
-                lane.num_able = 1 if lane.name == PROMOTIONS else threads_per_store
-                for _ in range(lane.num_able):
-                    self._start_thread(lane)
+            for queue in self._queues.values():
+                queue.num_able = 1 if queue.name == PROMOTIONS else threads_per_store
+                for _ in range(queue.num_able):
+                    self._start_thread(queue)
         except RuntimeError:  # the machine has no more threads for us
             self.close()
             raise
@@ -202,18 +202,18 @@ class Worker:
                 raise InvalidInput(f"each job needs a number of its own: {numbers}")
             for instruction in asked:
                 if isinstance(instruction, Job):
-                    self._queue(JobState(instruction, self._clock))
+                    self._enqueue(JobState(instruction, self._clock))
                 elif isinstance(instruction, Cancel) and instruction.job in self._ledger.live:
-                    self._fail(self._ledger.live[instruction.job], Failure.CANCELLED, "nobody waits for it any more")
+                    self._fail(self._ledger.live[instruction.job], Reason.CANCELLED, "nobody waits for it any more")
             if len(numbers) < len(asked):
                 self._watch.notify()  # to tell what was cancelled
 
-    def glance(self, look: Look) -> tuple[str, ...] | None:
-        """The answer to a Look, if the store has it in memory; None: submit it. Does not block. Raises nothing."""
-        tier = self._tiers.get(look.store)
-        if tier is None or look.store in self._off or tier.trouble is not None:
+    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+        """The answer to a Probe, if the store has it in memory; None: submit it. Does not block. Raises nothing."""
+        tier = self._tiers.get(probe.store)
+        if tier is None or probe.store in self._off or tier.trouble is not None:
             return None
-        return self._hands.glance(look)
+        return self._runner.contains_cached(probe)
 
     def stand_back(self, *, hurry: bool) -> None:
         """Have saves stand back for a moment, or go on: see `courtesy.py`. Does not block."""
@@ -251,9 +251,9 @@ class Worker:
         with self._ledger.lock:
             self._closed = True
             for job in list(self._ledger.live.values()):
-                self._fail(job, Failure.CANCELLED, "the worker was closed")
-            for lane in self._lanes.values():
-                lane.work.notify_all()
+                self._fail(job, Reason.CANCELLED, "the worker was closed")
+            for queue in self._queues.values():
+                queue.work.notify_all()
             self._watch.notify()
         if self._watchdog.ident is not None:
             self._watchdog.join(until.remaining_s)  # first, because it may be starting a thread
@@ -289,67 +289,67 @@ class Worker:
         if isinstance(instruction, Job) and type(instruction) in PRIORITY:
             check_job(instruction, self._tiers)
         elif not isinstance(instruction, Cancel):
-            raise InvalidInput(f"not the hands' work: {instruction!r}")
+            raise InvalidInput(f"not the executor's work: {instruction!r}")
 
-    def _queue(self, job: JobState) -> None:
+    def _enqueue(self, job: JobState) -> None:
         if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not Phase.OVER]
+            self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not JobPhase.OVER]
             heapq.heapify(self._alarms)
         after = job.order.after if isinstance(job.order, Save | Demote) else 0
         self._ledger.admit(job)
         if after in self._ledger.live:
             self._waiting.setdefault(after, []).append(job)
         else:
-            self._lanes[lane_of(job.order)].push(job)
+            self._queues[queue_of(job.order)].push(job)
         self._set_alarm(job, job.order.deadline_s)
 
     def _release(self, number: int) -> None:
         """A job has ended: queue those that came after it. The lock is held."""
         for job in self._waiting.pop(number, ()):
             if not job.ended:
-                self._lanes[lane_of(job.order)].push(job)
+                self._queues[queue_of(job.order)].push(job)
 
-    def _fail(self, job: JobState, failure: Failure, why: str) -> None:
+    def _fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
-        self._lanes[lane_of(job.order)].remove(job)
+        self._queues[queue_of(job.order)].remove(job)
         self._ledger.fail(job, failure, why)
 
     # --- a store's threads --------------------------------------------------------------------------------------------
 
-    def _start_thread(self, lane: StoreQueue) -> None:
-        """Start a thread that its lane counts already. Raises RuntimeError where there is none to be had."""
+    def _start_thread(self, queue: StoreQueue) -> None:
+        """Start a thread that its queue counts already. Raises RuntimeError where there is none to be had."""
         thread = threading.Thread(
-            target=self._serve, args=(lane,), name=f"headwater {lane.name} {next(self._numbers)}", daemon=True
+            target=self._serve, args=(queue,), name=f"headwater {queue.name} {next(self._numbers)}", daemon=True
         )
         self._threads = [one for one in self._threads if one.is_alive()]
         thread.start()
         self._threads.append(thread)
 
-    def _serve(self, lane: StoreQueue) -> None:
+    def _serve(self, queue: StoreQueue) -> None:
         has_no_caller()
-        while (job := self._next(lane)) is not None:
+        while (job := self._next(queue)) is not None:
             self._run(job)
             with self._ledger.lock:
-                lane.leave(job)
+                queue.leave(job)
             self._ledger.flush()
         with self._ledger.lock:
             self._watch.notify()  # after close() it waits for the last of us
 
-    def _next(self, lane: StoreQueue) -> JobState | None:
-        """Wait for the next job of a lane. None: the thread shall end, and is counted out."""
+    def _next(self, queue: StoreQueue) -> JobState | None:
+        """Wait for the next job of a queue. None: the thread shall end, and is counted out."""
         with self._ledger.lock:
-            while not self._closed and not lane.surplus:
-                job = lane.pop()
+            while not self._closed and not queue.surplus:
+                job = queue.pop()
                 if job is None:
-                    lane.work.wait()
+                    queue.work.wait()
                 elif job.deadline.expired:
-                    lane.leave(job)
-                    self._ledger.fail(job, Failure.LATE, "it had not begun by its deadline")
+                    queue.leave(job)
+                    self._ledger.fail(job, Reason.LATE, "it had not begun by its deadline")
                     self._watch.notify()
                 else:
                     job.started_s = self._clock.monotonic()
                     return job
-            lane.num_able -= 1
+            queue.num_able -= 1
             return None
 
     def _run(self, job: JobState) -> None:
@@ -359,12 +359,12 @@ class Worker:
         try:
             self._notice(tiers)
             self._require_on(tiers[1:] if isinstance(order, Demote) else tiers)  # a source that is off gives nothing
-            results = self._hands.run(job)
+            results = self._runner.run(job)
         except JobTrouble as trouble:
             failure, why = trouble.failure, trouble.why
         except BaseException as error:  # staging is foreign code too
             log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
-            failure, why = Failure.FAILED, f"{type(error).__name__}: {error}"
+            failure, why = Reason.FAILED, f"{type(error).__name__}: {error}"
         else:
             self._notice(tiers)
             self._ledger.done(job, results)
@@ -386,7 +386,7 @@ class Worker:
         for tier in tiers:
             why = self._off.get(tier.name)
             if why is not None:
-                raise JobTrouble(Failure.FAILED, f"{tier.name} is off: {why}")
+                raise JobTrouble(Reason.FAILED, f"{tier.name} is off: {why}")
 
     # --- the watchdog -------------------------------------------------------------------------------------------------
 
@@ -400,14 +400,14 @@ class Worker:
                     if self._closed and self._ledger.quiet:
                         return
                     self._watch.wait(wait_s)
-                lanes, self._short_of_threads = self._short_of_threads, []
-            for lane in lanes:
+                queues, self._short_of_threads = self._short_of_threads, []
+            for queue in queues:
                 try:
-                    self._start_thread(lane)
+                    self._start_thread(queue)
                 except RuntimeError as error:  # then the store has fewer threads, and its jobs end LATE
-                    log.warning("no thread to replace one that is stuck in %s: %s", lane.name, error)
+                    log.warning("no thread to replace one that is stuck in %s: %s", queue.name, error)
                     with self._ledger.lock:
-                        lane.num_able -= 1
+                        queue.num_able -= 1
             self._ledger.flush()
 
     def _look_at_alarms(self) -> float | None:
@@ -416,11 +416,11 @@ class Worker:
         while self._alarms and self._alarms[0][0] <= now_s:
             _, _, job = heapq.heappop(self._alarms)
             last_s = job.order.deadline_s + self._grace_s
-            if job.phase is Phase.QUEUED:
-                self._fail(job, Failure.LATE, "it had not begun by its deadline")
-            elif job.phase is Phase.RUNNING and now_s < last_s:
+            if job.phase is JobPhase.QUEUED:
+                self._fail(job, Reason.LATE, "it had not begun by its deadline")
+            elif job.phase is JobPhase.RUNNING and now_s < last_s:
                 self._set_alarm(job, last_s)
-            elif job.phase is Phase.RUNNING:
+            elif job.phase is JobPhase.RUNNING:
                 self._give_up(job)
         if not self._alarms:
             return None
@@ -431,19 +431,19 @@ class Worker:
 
         A job that copies ends with its copy, and not before (rule 2).
         """
-        lane = self._lanes[lane_of(job.order)]
+        queue = self._queues[queue_of(job.order)]
         kind, why = "store_stuck", "a store's call did not return in time"
         if job.copying:
             kind, why = "copy_stuck", "a copy did not end in time"
-        self._ledger.fail(job, Failure.LATE, why)
+        self._ledger.fail(job, Reason.LATE, why)
         if job.copying and isinstance(job.order, Load):
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
-        lane.stick(job)
+        queue.stick(job)
         self._ledger.changed.notify_all()  # who waits for its layers
-        self._metrics.event(kind, store=lane.name, job=job.kind)
-        if not self._closed and lane.num_able + lane.num_stuck < self._max_threads:
-            lane.num_able += 1
-            self._short_of_threads.append(lane)
+        self._metrics.event(kind, store=queue.name, job=job.kind)
+        if not self._closed and queue.num_able + queue.num_stuck < self._max_threads:
+            queue.num_able += 1
+            self._short_of_threads.append(queue)
 
     def _set_alarm(self, job: JobState, at_s: float) -> None:
         alarm = (at_s, next(self._numbers), job)

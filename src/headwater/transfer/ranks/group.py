@@ -1,22 +1,22 @@
-"""Ranks: the hands of a tensor-parallel group. Looks like one worker; has one for each page that each rank holds.
+"""Ranks: the executor of a tensor-parallel group. Looks like one worker; has one for each page that each rank holds.
 
-A job goes to every rank that has a part in it, and ends with one event: what all of them did (`verdict.py`), or who did
+A job goes to every rank that has a part in it, and ends with one event: what all of them did (`group_result.py`), or who did
 not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the deadline.
 
     Load              every rank, every page of its own
-    Look, Promote     each distinct page once, by whoever holds it, in turns
+    Probe, Promote    each distinct page once, by whoever holds it, in turns
     Save, Demote      the same; while what it builds on is still being written, by the rank that writes that: one rank
                       writes in order, two would race, and the second would find no parent. A Demote that comes after
                       a Save, by the ranks that do the Save: each begins when its own part of that has ended
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Look, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank
+  is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank
   has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless
   its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
-  told, and while there is one no job begins: each fails at once, and names it. A silent rank is shot where that was
-  allowed (`Mortal.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
+  told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
+  allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
   all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
@@ -37,13 +37,12 @@ from headwater.core.events import (
     Copied,
     Demote,
     Event,
-    Failure,
     Instruction,
     Job,
     JobDone,
     JobFailed,
     Load,
-    Look,
+    Probe,
     Promote,
     Save,
     StoreCopy,
@@ -51,33 +50,34 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
 from headwater.transfer.executor.ledger import Ledger
+from headwater.transfer.ranks.assignment import Assignment
 from headwater.transfer.ranks.group_job import End, GroupJob
+from headwater.transfer.ranks.group_result import GroupResult
+from headwater.transfer.ranks.members import Member, RemoteExecutor, check_members
 from headwater.transfer.ranks.roster import RankReport, RankState, Roster
-from headwater.transfer.ranks.rota import Rota
-from headwater.transfer.ranks.seats import Mortal, Seat, check_seats
-from headwater.transfer.ranks.verdict import Verdict
 
 log: Final = logging.getLogger("headwater")
 
-_KINDS: Final = (Look, Load, Save, Demote, Promote)
+_KINDS: Final = (Probe, Load, Save, Demote, Promote)
 _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 _LATE: Final = "no answer by the deadline"
-_LAST_S: Final = 1.0  # for the watching thread to end, when all hands have
+_LAST_S: Final = 1.0  # for the watching thread to end, when all executors have
 
 
 class Ranks:
-    """Runs Look, Load, Save, Demote, Promote and Cancel on all ranks of a group. Takes over the hands of its seats.
+    """Runs Probe, Load, Save, Demote, Promote and Cancel on all ranks of a group. Takes over the executors of its members.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
     """
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        members: Sequence[Member],
         *,
         stores: Collection[str],
         deliver: Callable[[Event], None] | None = None,
@@ -93,8 +93,8 @@ class Ranks:
         """
         if not (slack_s >= 0 and lost_after_s >= 0):
             raise InvalidInput(f"slack_s and lost_after_s are seconds, not {slack_s} and {lost_after_s}")
-        self._tp_size = check_seats(seats)
-        self._seats = tuple(seats)
+        self._tp_size = check_members(members)
+        self._members = tuple(members)
         self._stores = tuple(stores)
         self._clock = clock
         self._slack_s = slack_s
@@ -103,21 +103,21 @@ class Ranks:
         self._ledger = Ledger(clock=clock, metrics=metrics)  # for its lock, and the order of events
         self._ledger.deliver = deliver
         self._roster = Roster(self._tp_size, metrics)
-        self._rota = Rota(seats, self._tp_size)
-        self._live: dict[int, GroupJob] = {}  # jobs of which a seat owes an answer, told or not
-        self._off: set[str] = set()  # stores that a seat said to be off
+        self._assignment = Assignment(members, self._tp_size)
+        self._live: dict[int, GroupJob] = {}  # jobs of which a member owes an answer, told or not
+        self._off: set[str] = set()  # stores that a member said to be off
         self._watch = threading.Condition(self._ledger.lock)  # something for the thread that watches
         self._alarms: list[tuple[float, int, GroupJob]] = []  # a heap: when to look at which job
         self._numbers = count()
         self._closed = False
         self._thread = threading.Thread(target=self._keep_watch, name="headwater ranks", daemon=True)
         self._thread.start()
-        for at, seat in enumerate(seats):
-            seat.hands.deliver = partial(self._heard, at)
-            if isinstance(seat.hands, Mortal):
-                seat.hands.on_death = partial(self._died, seat.rank)
-                if seat.hands.death is not None:  # before it could be told
-                    self._died(seat.rank, seat.hands.death)
+        for at, member in enumerate(members):
+            member.executor.deliver = partial(self._heard, at)
+            if isinstance(member.executor, RemoteExecutor):
+                member.executor.on_death = partial(self._died, member.rank)
+                if member.executor.death is not None:  # before it could be told
+                    self._died(member.rank, member.executor.death)
 
     @property
     def deliver(self) -> Callable[[Event], None] | None:
@@ -130,8 +130,8 @@ class Ranks:
 
     def on_first_layer(self, wake: Callable[[], None]) -> None:
         """Have `wake` called when the first layers of a load have arrived at a rank of this process."""
-        for seat in self._seats:
-            tell: Callable[[Callable[[], None]], None] | None = getattr(seat.hands, "on_first_layer", None)
+        for member in self._members:
+            tell: Callable[[Callable[[], None]], None] | None = getattr(member.executor, "on_first_layer", None)
             if tell is not None:
                 tell(wake)
 
@@ -149,7 +149,7 @@ class Ranks:
             if isinstance(one, Job) and type(one) in _KINDS:
                 check_job(one, self._stores)
             elif not isinstance(one, Cancel):
-                raise InvalidInput(f"not the hands' work: {one!r}")
+                raise InvalidInput(f"not the executor's work: {one!r}")
         numbers = [one.job for one in asked if isinstance(one, Job)]
         with self._ledger.lock:
             if self._closed:
@@ -172,14 +172,14 @@ class Ranks:
         with self._ledger.changed:
             return self._ledger.changed.wait_for(lambda: self._quiet, timeout_s)
 
-    def glance(self, look: Look) -> tuple[str, ...] | None:
-        """Nobody knows at a glance what all ranks have: they are asked."""
+    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+        """Nobody knows from memory what all ranks have: they are asked."""
         return None
 
     def stand_back(self, *, hurry: bool) -> None:
         """Have the saves of ranks in this process stand back for a moment, or go on. Does not block."""
-        for seat in self._seats:
-            seat.hands.stand_back(hurry=hurry)
+        for member in self._members:
+            member.executor.stand_back(hurry=hurry)
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """Wait until all ranks have all planes up to a layer's of all blocks of a Load. Blocks.
@@ -191,8 +191,8 @@ class Ranks:
             found = self._live.get(job)
         if found is None or not isinstance(found.order, Load):
             return False
-        for at in found.seats:
-            if not self._seats[at].hands.wait_layer(job, layer, until.remaining_s):
+        for at in found.members:
+            if not self._members[at].executor.wait_layer(job, layer, until.remaining_s):
                 with self._ledger.changed:  # it is over there, perhaps well, and the answer on its way
                     self._ledger.changed.wait_for(partial(found.is_decided_at, at), until.remaining_s)
                     if at not in found.ends:
@@ -207,7 +207,7 @@ class Ranks:
         """
         if store not in self._stores:
             raise InvalidInput(f"there is no store {store!r} here; there are {', '.join(self._stores)}")
-        revived = [seat.hands.revive(store) for seat in self._seats]
+        revived = [member.executor.revive(store) for member in self._members]
         if not all(revived):
             return False
         with self._ledger.lock:
@@ -217,7 +217,7 @@ class Ranks:
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Cancel every job and close the hands of every rank; idempotent. Blocks until they ended, or time was over.
+        """Cancel every job and close the executor of every member; idempotent. Blocks until they ended, or time was over.
 
         Every job's event was delivered when it returns True. After False a rank may still be at work.
         """
@@ -229,13 +229,13 @@ class Ranks:
                 job.cancelled = True
                 self._cancel(job)
             self._watch.notify()
-        ended = [seat.hands.close(until.remaining_s) for seat in self._seats]
+        ended = [member.executor.close(until.remaining_s) for member in self._members]
         if not all(ended):
             return False
-        with self._ledger.lock:  # closed hands touch nothing, and say nothing any more
+        with self._ledger.lock:  # closed executors touch nothing, and say nothing any more
             for job in list(self._live.values()):
                 for at in list(job.waiting):
-                    self._answered(job, at, self._failed(job, Failure.CANCELLED, "the rank was closed"))
+                    self._answered(job, at, self._failed(job, Reason.CANCELLED, "the rank was closed"))
             self._watch.notify()
         self._thread.join(max(until.remaining_s, _LAST_S))
         return not self._thread.is_alive()
@@ -247,46 +247,46 @@ class Ranks:
         return self._ledger.quiet and all(job.told for job in self._live.values())
 
     def _begin(self, order: Job) -> None:
-        job = GroupJob(order, self._rota.who(order, reversed(self._live.values())), self._clock.monotonic())
+        job = GroupJob(order, self._assignment.who(order, reversed(self._live.values())), self._clock.monotonic())
         unfit = self._roster.unfit()
         if unfit is not None:
-            self._end(job, Verdict((), Failure.FAILED, unfit))
+            self._end(job, GroupResult((), Reason.FAILED, unfit))
             return
         self._live[order.job] = job
         self._set_alarm(job, order.deadline_s + self._slack_s)
         refused: dict[int, str] = {}
-        for at in job.seats:
+        for at in job.members:
             try:
-                self._seats[at].hands.submit([order])
+                self._members[at].executor.submit([order])
             except Exception as error:  # noqa: BLE001  whatever it is: this rank does not do it
                 refused[at] = f"{type(error).__name__}: {error}"
         for at, why in refused.items():
-            self._answered(job, at, self._failed(job, Failure.FAILED, why))
+            self._answered(job, at, self._failed(job, Reason.FAILED, why))
 
     def _cancel(self, job: GroupJob) -> None:
         """Tell those who have not answered that nobody waits for them. They still answer."""
         for at in job.waiting:
             try:
-                self._seats[at].hands.submit([Cancel(job=job.order.job)])
+                self._members[at].executor.submit([Cancel(job=job.order.job)])
             except Exception as error:  # noqa: BLE001  closed, or gone: its end, or its death, is told
-                log.debug("rank %d heard no cancel of job %d: %s", self._seats[at].rank, job.order.job, error)
+                log.debug("rank %d heard no cancel of job %d: %s", self._members[at].rank, job.order.job, error)
 
     def _answered(self, job: GroupJob, at: int, end: End) -> None:
-        """A seat has ended its share of a job. What it says after that is ignored."""
-        if job.overdue and not (isinstance(end, JobFailed) and end.failure is Failure.FAILED):
-            end = self._failed(job, Failure.LATE, _LATE)  # whatever it says now
+        """A member has ended its share of a job. What it says after that is ignored."""
+        if job.overdue and not (isinstance(end, JobFailed) and end.failure is Reason.FAILED):
+            end = self._failed(job, Reason.LATE, _LATE)  # whatever it says now
         if not job.answer(at, end):
             return
-        rank, seconds = self._seats[at].rank, max(0.0, self._clock.monotonic() - job.started_s)
-        self._roster.answered(rank, seconds, job=job.kind, last=not job.waiting and len(job.seats) > 1)
+        rank, seconds = self._members[at].rank, max(0.0, self._clock.monotonic() - job.started_s)
+        self._roster.answered(rank, seconds, job=job.kind, last=not job.waiting and len(job.members) > 1)
         self._say_copied(job)
         if not job.waiting:
             del self._live[job.order.job]
             if not job.told:
-                self._end(job, job.verdict(self._seats))
+                self._end(job, job.agreed(self._members))
         elif job.is_decided_by(end):
-            if isinstance(job.order, Look) and not job.told:
-                self._end(job, job.verdict(self._seats))
+            if isinstance(job.order, Probe) and not job.told:
+                self._end(job, job.agreed(self._members))
             if not (job.cancelled or job.overdue):
                 job.cancelled = True  # the slots of a Load are free when all have heard it
                 self._cancel(job)
@@ -307,29 +307,29 @@ class Ranks:
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
             self._ledger.changed.notify_all()
 
-    def _end(self, job: GroupJob, verdict: Verdict) -> None:
+    def _end(self, job: GroupJob, agreed: GroupResult) -> None:
         """Say how a job ended, and who is to blame if less came of it than was asked."""
         job.told = True
-        if verdict.failure is not None:
-            self._ledger.say(self._failed(job, verdict.failure, verdict.why))
+        if agreed.failure is not None:
+            self._ledger.say(self._failed(job, agreed.failure, agreed.why))
         else:
             done = JobDone(
                 now_s=self._clock.monotonic(),
                 job=job.order.job,
-                results=verdict.results,
-                num_bytes=verdict.num_bytes,
-                seconds=verdict.seconds,
+                results=agreed.results,
+                num_bytes=agreed.num_bytes,
+                seconds=agreed.seconds,
             )
             self._ledger.say(done)
         num_blocks = len(job.order.keys)
-        self._roster.blame(verdict.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
+        self._roster.blame(agreed.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
         self._watch.notify()
 
-    def _failed(self, job: GroupJob, failure: Failure, why: str) -> JobFailed:
+    def _failed(self, job: GroupJob, failure: Reason, why: str) -> JobFailed:
         return JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why)
 
     def _owes(self, rank: int) -> bool:
-        return any(self._seats[at].rank == rank for job in self._live.values() for at in job.waiting)
+        return any(self._members[at].rank == rank for job in self._live.values() for at in job.waiting)
 
     # --- what ranks say, in their threads -----------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class Ranks:
                 self._say_copied(job)
             elif isinstance(event, StoreOff) and event.store not in self._off:  # StoreOn is said by `revive`
                 self._off.add(event.store)
-                why = f"rank {self._seats[at].rank}: {event.why}"
+                why = f"rank {self._members[at].rank}: {event.why}"
                 self._ledger.say(StoreOff(now_s=self._clock.monotonic(), store=event.store, why=why))
         self._ledger.flush()
 
@@ -354,8 +354,8 @@ class Ranks:
         with self._ledger.lock:
             if self._roster.change(rank, RankState.DEAD, why):
                 for job in list(self._live.values()):
-                    for at in [at for at in job.waiting if self._seats[at].rank == rank]:
-                        self._answered(job, at, self._failed(job, Failure.FAILED, why))
+                    for at in [at for at in job.waiting if self._members[at].rank == rank]:
+                        self._answered(job, at, self._failed(job, Reason.FAILED, why))
         self._ledger.flush()
 
     # --- the thread that watches --------------------------------------------------------------------------------------
@@ -389,20 +389,20 @@ class Ranks:
     def _overdue(self, job: GroupJob) -> None:
         """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
         job.overdue = True
-        if isinstance(job.order, Look | StoreCopy) and not job.told:
-            self._end(job, job.verdict(self._seats, silent=_LATE))
+        if isinstance(job.order, Probe | StoreCopy) and not job.told:
+            self._end(job, job.agreed(self._members, silent=_LATE))
         self._cancel(job)
 
     def _lose(self, job: GroupJob) -> None:
-        """Ranks that were cancelled do not even say so. Those that may be shot are; a job of theirs ends with them."""
+        """Ranks that were cancelled do not even say so. Those that may be killed are; a job of theirs ends with them."""
         why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
-        shots = []
+        killed = []
         for at in sorted(job.waiting):
-            self._roster.change(self._seats[at].rank, RankState.SILENT, why)
-            hands = self._seats[at].hands
-            shots.append(isinstance(hands, Mortal) and hands.kill())
-        if all(shots) and not job.shot:
-            job.shot = True
+            self._roster.change(self._members[at].rank, RankState.SILENT, why)
+            executor = self._members[at].executor
+            killed.append(isinstance(executor, RemoteExecutor) and executor.kill())
+        if all(killed) and not job.killed:
+            job.killed = True
             self._set_alarm(job, self._clock.monotonic() + self._lost_after_s)
         else:
             self._say_stuck(job)

@@ -1,4 +1,4 @@
-"""RankLink: the hands of a rank that lives in another process, as a group sees them.
+"""RankLink: the executor of a rank that lives in another process, as a group sees it.
 
 Instructions go out and events come in over a socket (`ranks/wire.py`), each in its own thread, so that a process which
 does not read holds nobody up. That the process is *dead* is told by the kernel (a pidfd), and not concluded from a
@@ -24,7 +24,7 @@ from headwater.core.errors import InvalidInput, RankUnavailable, ResourceClosed
 from headwater.core.events import Event, Instruction, decode, encode
 from headwater.layout.shard import Shard
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.ranks.seats import Page, Seat
+from headwater.transfer.ranks.members import Member, Page
 from headwater.transfer.ranks.wire import Incoming, packed
 
 log: Final = logging.getLogger("headwater")
@@ -36,7 +36,7 @@ _LAST_S: Final = 1.0  # for threads that have nothing more to wait for
 class RankLink:
     """One rank's process. Owns the socket, and two threads; the process is the caller's."""
 
-    def __init__(self, sock: socket.socket, *, rank: int, pid: int, num_seats: int, may_kill: bool = False) -> None:
+    def __init__(self, sock: socket.socket, *, rank: int, pid: int, num_members: int, may_kill: bool = False) -> None:
         """`may_kill`: the group may kill the process if it stays silent. Raises RankUnavailable if there is none."""
         try:
             self._process = os.pidfd_open(pid)
@@ -46,7 +46,7 @@ class RankLink:
         self.pid = pid
         self.death: str | None = None
         self.on_counted: Callable[[dict[str, float]], None] | None = None  # hears which counters grew over there
-        self.hands = tuple(LinkHands(self, at) for at in range(num_seats))
+        self.executors = tuple(LinkExecutor(self, at) for at in range(num_members))
         self._may_kill = may_kill
         self._sock = sock
         self._wake = os.eventfd(0)
@@ -57,7 +57,7 @@ class RankLink:
         self._asks = count(1)
         self._outgoing: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.lost: str | None = None  # why nothing comes over the socket any more
-        self._ended = False  # it said that it has closed its seats
+        self._ended = False  # it said that it has closed its members
         sock.settimeout(None)
         self._threads = [
             threading.Thread(target=work, name=f"headwater rank {rank} {what}", daemon=True)
@@ -66,13 +66,13 @@ class RankLink:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, seat: int, instructions: Iterable[Instruction]) -> None:
+    def submit(self, member: int, instructions: Iterable[Instruction]) -> None:
         """Send instructions. Does not block. Raises ResourceClosed when it is known that nobody gets them."""
         with self._lock:
             gone = self.death or self.lost
         if gone is not None:
             raise ResourceClosed(f"the process of rank {self.rank}: {gone}")
-        self._outgoing.put({"do": list(instructions), "seat": seat})
+        self._outgoing.put({"do": list(instructions), "member": member})
 
     def ask(self, question: dict[str, Any], timeout_s: float) -> Any:
         """Ask the process and wait for its answer. Blocks. None: there is none in time, or will be none."""
@@ -90,12 +90,12 @@ class RankLink:
             try:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             except OSError as error:
-                log.warning("rank %d cannot be shot: %s", self.rank, error)
+                log.warning("rank %d cannot be killed: %s", self.rank, error)
                 return False
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Have the process close its seats, and end the link; idempotent. Blocks. False: it may still be at work.
+        """Have the process close its members, and end the link; idempotent. Blocks. False: it may still be at work.
 
         A process that is dead has closed everything. After False, ask again.
         """
@@ -107,7 +107,7 @@ class RankLink:
         return gone and self.abandon()
 
     def abandon(self) -> bool:
-        """End the link, whatever the process does: it closes its seats by itself. Blocks, for moments. Idempotent."""
+        """End the link, whatever the process does: it closes its members by itself. Blocks, for moments. Idempotent."""
         self._lose("the link was closed")
         self._outgoing.put(None)
         with self._lock:
@@ -180,7 +180,7 @@ class RankLink:
         if "counted" in document and self.on_counted is not None:
             self.on_counted(document["counted"])
         event = decode(document["said"])
-        deliver = self.hands[document["seat"]].deliver
+        deliver = self.executors[document["member"]].deliver
         if not isinstance(event, Event):
             raise InvalidInput(f"a rank says events, not {type(event).__name__}")
         if deliver is not None:
@@ -200,13 +200,13 @@ class RankLink:
             self.death = why
             self._answered.notify_all()
         self._lose(why)
-        for hands in self.hands:
-            if hands.on_death is not None:
-                hands.on_death(why)
+        for executor in self.executors:
+            if executor.on_death is not None:
+                executor.on_death(why)
 
 
-class LinkHands:
-    """One seat at the other end of a link."""
+class LinkExecutor:
+    """One member at the other end of a link."""
 
     def __init__(self, link: RankLink, at: int) -> None:
         self._link = link
@@ -235,11 +235,11 @@ class LinkHands:
         return False
 
     def revive(self, store: str) -> bool:
-        """Put a store right on this seat. Blocks."""
-        return self._link.ask({"revive": store, "seat": self._at}, _REVIVE_S) is True
+        """Put a store right on this member. Blocks."""
+        return self._link.ask({"revive": store, "member": self._at}, _REVIVE_S) is True
 
     def close(self, timeout_s: float) -> bool:
-        """Close the rank, all its seats."""
+        """Close the rank, all its members."""
         return self._link.close(timeout_s)
 
 
@@ -259,7 +259,7 @@ def connect_link(
     `pages` and `identity` are what it must serve: another rank's pages would be right bytes in the wrong place. Raises
     RankUnavailable if it does not answer in time or is another than wanted; the socket is closed then.
     """
-    link = RankLink(sock, rank=rank, pid=pid, num_seats=len(pages), may_kill=may_kill)
+    link = RankLink(sock, rank=rank, pid=pid, num_members=len(pages), may_kill=may_kill)
     before_s = clock.monotonic()
     found = link.ask({"hello": True}, timeout_s)
     try:
@@ -278,10 +278,10 @@ def connect_link(
 
 def connect_rank(
     sock: socket.socket, *, rank: int, pid: int, pages: Sequence[Page], identity: bytes, **options: Any
-) -> list[Seat]:
-    """The seats of a rank in another process: see `connect_link`, which takes the `options` too."""
+) -> list[Member]:
+    """The members of a rank in another process: see `connect_link`, which takes the `options` too."""
     link = connect_link(sock, rank=rank, pid=pid, pages=pages, identity=identity, **options)
     return [
-        Seat(rank, Shard(index, count_), part, hands)
-        for (index, count_, part), hands in zip(pages, link.hands, strict=True)
+        Member(rank, Shard(index, count_), part, executor)
+        for (index, count_, part), executor in zip(pages, link.executors, strict=True)
     ]

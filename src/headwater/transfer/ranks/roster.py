@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from headwater.core.events import Failure
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
-from headwater.transfer.ranks.verdict import Blame
+from headwater.transfer.ranks.group_result import Blame
 
 log: Final = logging.getLogger("headwater")
 
-_TROUBLE: Final = (Failure.FAILED.value, Failure.LATE.value)
+_TROUBLE: Final = (Reason.FAILED.value, Reason.LATE.value)
 
 
 class RankState(enum.StrEnum):
@@ -78,8 +78,8 @@ class Roster:
             one = self._ranks[blame.rank]
             self._ranks[blame.rank] = replace(
                 one,
-                num_failed=one.num_failed + (blame.reason == Failure.FAILED),
-                num_late=one.num_late + (blame.reason == Failure.LATE),
+                num_failed=one.num_failed + (blame.reason == Reason.FAILED),
+                num_late=one.num_late + (blame.reason == Reason.LATE),
                 num_short=one.num_short + (blame.reason not in _TROUBLE),
             )
             self._metrics.count("rank_trouble_total", rank=str(blame.rank), job=job, reason=blame.reason)

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidInput
-from headwater.core.events import Event, Failure, Instruction, Job, JobFailed, decode, encode
+from headwater.core.events import Event, Instruction, Job, JobFailed, decode, encode
+from headwater.core.results import Reason
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.ranks.seats import Seat
+from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.wire import Incoming, packed
 
 log: Final = logging.getLogger("headwater")
@@ -25,37 +26,37 @@ _CLOSE_S: Final = 10.0  # for the workers to end when the group is gone
 
 def serve_rank(
     sock: socket.socket,
-    seats: Sequence[Seat],
+    members: Sequence[Member],
     *,
     identity: bytes,
     counted: Callable[[], Mapping[str, float]] = dict,
     clock: Clock = SYSTEM_CLOCK,
 ) -> bool:
-    """Do what the group says with the seats of one rank, until it says close or is gone. Blocks. Closes the seats.
+    """Do what the group says with the members of one rank, until it says close or is gone. Blocks. Closes the members.
 
     The clock must be the group's: that of the machine. `counted` says by how much which counters grew since it was last
-    asked; the group hears that. False: a seat did not end, and may still be at work.
+    asked; the group hears that. False: a member did not end, and may still be at work.
     """
-    return _Server(sock, seats, identity, counted, clock).run()
+    return _RankServer(sock, members, identity, counted, clock).run()
 
 
-class _Server:
+class _RankServer:
     def __init__(
         self,
         sock: socket.socket,
-        seats: Sequence[Seat],
+        members: Sequence[Member],
         identity: bytes,
         counted: Callable[[], Mapping[str, float]],
         clock: Clock,
     ) -> None:
         self._sock = sock
-        self._seats = tuple(seats)
+        self._members = tuple(members)
         self._identity = identity
         self._counted = counted
         self._clock = clock
         self._sending = threading.Lock()
-        for at, seat in enumerate(self._seats):
-            seat.hands.deliver = partial(self._say, at)
+        for at, member in enumerate(self._members):
+            member.executor.deliver = partial(self._say, at)
 
     def run(self) -> bool:
         incoming = Incoming()
@@ -75,14 +76,14 @@ class _Server:
         """Do one thing. True: that was the last. Raises InvalidInput for what makes no sense."""
         try:
             if "do" in document:
-                self._do(self._seat(document), document["do"])
+                self._do(self._member(document), document["do"])
             elif "hello" in document:
-                pages = [seat.page for seat in self._seats]
+                pages = [member.page for member in self._members]
                 me = {"pages": pages, "identity": self._identity.hex(), "now_s": self._clock.monotonic()}
                 self._answer(document["ask"], me)
             elif "revive" in document:
                 # In a thread: it may take seconds, and jobs go on meanwhile.
-                revive = partial(self._revive, self._seat(document), document["revive"], document["ask"])
+                revive = partial(self._revive, self._member(document), document["revive"], document["ask"])
                 threading.Thread(target=revive, name="headwater revive", daemon=True).start()
             elif "close" in document:
                 ended = self._close(float(document["close"]))
@@ -98,16 +99,16 @@ class _Server:
         instructions = [decode(one) for one in documents]
         wanted = [one for one in instructions if isinstance(one, Instruction)]
         try:
-            self._seats[at].hands.submit(wanted)
+            self._members[at].executor.submit(wanted)
         except HeadwaterError as error:  # with nothing taken: each job of it ends here
             for one in wanted:
                 if isinstance(one, Job):
                     now_s, why = self._clock.monotonic(), f"{type(error).__name__}: {error}"
-                    self._say(at, JobFailed(now_s=now_s, job=one.job, failure=Failure.FAILED, why=why))
+                    self._say(at, JobFailed(now_s=now_s, job=one.job, failure=Reason.FAILED, why=why))
 
     def _revive(self, at: int, store: str, ask: int) -> None:
         try:
-            revived = self._seats[at].hands.revive(store)
+            revived = self._members[at].executor.revive(store)
         except HeadwaterError as error:
             log.warning("%s could not be put right: %s", store, error)
             revived = False
@@ -115,13 +116,13 @@ class _Server:
 
     def _close(self, timeout_s: float) -> bool:
         until = Deadline.after(timeout_s)
-        ended = [seat.hands.close(until.remaining_s) for seat in self._seats]
+        ended = [member.executor.close(until.remaining_s) for member in self._members]
         return all(ended)
 
-    def _seat(self, document: dict[str, Any]) -> int:
-        at = document["seat"]
-        if not (isinstance(at, int) and 0 <= at < len(self._seats)):
-            raise InvalidInput(f"there is no seat {at!r}")
+    def _member(self, document: dict[str, Any]) -> int:
+        at = document["member"]
+        if not (isinstance(at, int) and 0 <= at < len(self._members)):
+            raise InvalidInput(f"there is no member {at!r}")
         return at
 
     def _say(self, at: int, event: Event) -> None:
@@ -131,7 +132,7 @@ class _Server:
                 grown = self._counted()
         except Exception:  # what became of a job is more important than what was counted
             log.exception("what was counted cannot be told")
-        self._send({"said": encode(event), "seat": at, **({"counted": grown} if grown else {})})
+        self._send({"said": encode(event), "member": at, **({"counted": grown} if grown else {})})
 
     def _answer(self, ask: int, answer: object) -> None:
         self._send({"answer": ask, "is": answer})

@@ -1,11 +1,11 @@
 """What a group and the process of a rank say to each other: one JSON document after another, over a socket.
 
     group to rank    {"hello": true, "ask": N}        say who you are
-                     {"do": [...], "seat": 0}         instructions (`core/events.py`)
-                     {"revive": STORE, "seat": 0, "ask": N}
+                     {"do": [...], "member": 0}         instructions (`core/events.py`)
+                     {"revive": STORE, "member": 0, "ask": N}
                      {"close": SECONDS, "ask": N}
     rank to group    {"answer": N, "is": ...}         to a question
-                     {"said": {...}, "seat": 0}       an event; "counted": counters that grew by then, by title
+                     {"said": {...}, "member": 0}       an event; "counted": counters that grew by then, by title
 
 Each is a u32 of its length, little-endian, and the text. No pickle: what comes in can be anything, and is at worst
 nonsense, which ends the link. Not here: who says what when (`ranks/link.py`, `ranks/server.py`).

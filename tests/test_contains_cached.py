@@ -10,8 +10,9 @@ from headwater.build import open_local
 from headwater.cache.match import BlockStatus
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Failure, JobDone, Look, encode
+from headwater.core.events import JobDone, Probe, encode
 from headwater.core.page import PageName
+from headwater.core.results import Reason
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, attachment
 from headwater.testing.pages import items, sample_chain
@@ -39,32 +40,32 @@ def test_what_a_store_says_at_a_glance_is_what_it_contains(medium: str, shm: Pat
     pages = sample_chain(1, 4)
     names = [name for name, _ in items(pages)]
     with opened((shm if medium == "memory" else tmp_path) / "store") as store:
-        assert store.glance(names) == [False] * 4
-        assert store.glance([]) == []
+        assert store.contains_cached(names) == [False] * 4
+        assert store.contains_cached([]) == []
         put(store, pages[:2])
-        assert store.glance(names) == store.contains(names, deadline=soon()) == [True, True, False, False]
+        assert store.contains_cached(names) == store.contains(names, deadline=soon()) == [True, True, False, False]
         store.delete(names[1:], deadline=soon())
-        assert store.glance(names) == [True, False, False, False]
+        assert store.contains_cached(names) == [True, False, False, False]
     with pytest.raises(ResourceClosed):
-        store.glance(names)
+        store.contains_cached(names)
 
 
 def test_what_another_process_did_is_known_at_a_glance_if_it_is_little(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attachment, "_GLANCE_S", 30.0)  # this machine may be busy
+    monkeypatch.setattr(attachment, "_CACHED_S", 30.0)  # this machine may be busy
     pages = sample_chain(1, 2)
     names = [name for name, _ in items(pages)]
     with opened(shm / "store") as ours, opened(shm / "store") as theirs:
         put(theirs, pages)
-        assert ours.glance(names) == [True, True]
+        assert ours.contains_cached(names) == [True, True]
         theirs.delete(names[1:], deadline=soon())
-        assert ours.glance(names) == [True, False]
+        assert ours.contains_cached(names) == [True, False]
         for chain in range(10, 60):
             put(theirs, sample_chain(chain, 6))
-        assert ours.glance(names) is None, "more than can be read in no time"
+        assert ours.contains_cached(names) is None, "more than can be read in no time"
         assert ours.contains(names, deadline=soon()) == [True, False]
-        assert ours.glance(names) == [True, False]
+        assert ours.contains_cached(names) == [True, False]
 
 
 class Knowing(OddStore):
@@ -72,25 +73,25 @@ class Knowing(OddStore):
 
     answer: Any = None
 
-    def glance(self, names: list[PageName]) -> Any:
+    def contains_cached(self, names: list[PageName]) -> Any:
         return self.answer(names) if callable(self.answer) else self.answer
 
 
-def look(rig: Rig, num: int) -> Look:
-    return Look(job=99, store="host", keys=keys(1, num), deadline_s=rig.clock.monotonic() + 10)
+def probe(rig: Rig, num: int) -> Probe:
+    return Probe(job=99, store="host", keys=keys(1, num), deadline_s=rig.clock.monotonic() + 10)
 
 
 def test_a_worker_says_what_its_store_knows(make: Callable[..., Rig]) -> None:
     store = Knowing()
     rig = make({"host": store})
     store.answer = [True, False]
-    assert rig.worker.glance(look(rig, 2)) == ("held", "absent")
-    assert rig.worker.glance(look(rig, 3)) is None  # not one answer a page
+    assert rig.worker.contains_cached(probe(rig, 2)) == ("held", "absent")
+    assert rig.worker.contains_cached(probe(rig, 3)) is None  # not one answer a page
     for nonsense in (None, ["yes", "no"], 1 / 3):
         store.answer = nonsense
-        assert rig.worker.glance(look(rig, 2)) is None
+        assert rig.worker.contains_cached(probe(rig, 2)) is None
     store.answer = [True, True]
-    assert rig.worker.glance(Look(job=1, store="nowhere", keys=(), deadline_s=0.0)) is None
+    assert rig.worker.contains_cached(Probe(job=1, store="nowhere", keys=(), deadline_s=0.0)) is None
     assert odd(rig).calls() == []
 
 
@@ -101,8 +102,8 @@ def test_whatever_it_raises_the_store_is_asked(make: Callable[..., Rig]) -> None
     store = Knowing()
     rig = make({"host": store})
     store.answer = trouble
-    assert rig.worker.glance(look(rig, 2)) is None
-    assert rig.ear.results(rig.look(2)) == ["absent"] * 2
+    assert rig.worker.contains_cached(probe(rig, 2)) is None
+    assert rig.ear.results(rig.probe(2)) == ["absent"] * 2
 
 
 @pytest.mark.fault("D2")
@@ -117,12 +118,12 @@ def test_what_ends_the_program_passes_on_the_callers_thread(
     rig = make({"host": store})
     store.answer = ends
     with pytest.raises(kind):
-        rig.worker.glance(look(rig, 2))
+        rig.worker.contains_cached(probe(rig, 2))
     with pytest.raises(kind):
         call("host", lambda: store.answer(None))
     rig.saved(range(2))  # in threads that have no caller
     odd(rig).raises["get_into"] = kind("in a thread of ours")
-    assert rig.ear.failure(rig.load([100, 101])) is Failure.FAILED
+    assert rig.ear.failure(rig.load([100, 101])) is Reason.FAILED
     odd(rig).raises.clear()
     rig.loaded([200, 201], range(2))
 
@@ -130,11 +131,11 @@ def test_what_ends_the_program_passes_on_the_callers_thread(
 def test_a_store_that_is_off_is_not_believed_at_a_glance(make: Callable[..., Rig], tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     rig = make({"host": store})
-    assert rig.worker.glance(look(rig, 2)) == ("absent", "absent")
+    assert rig.worker.contains_cached(probe(rig, 2)) == ("absent", "absent")
     (tmp_path / "store" / "slab").write_bytes(b"")
     assert not any(store.contains([PageName(bytes(40))], deadline=past()))
-    rig.ear.end(rig.look(2))
-    assert rig.worker.glance(look(rig, 2)) is None
+    rig.ear.end(rig.probe(2))
+    assert rig.worker.contains_cached(probe(rig, 2)) is None
 
 
 def test_a_match_is_settled_at_once_and_the_record_can_be_replayed(shm: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Seats: who moves one page of each block for one rank. A rank has one for each of its parts (`layout/shard.py`).
+"""Members: who moves one page of each block for one rank. A rank has one for each of its parts (`layout/shard.py`).
 
-A seat's hands are a `Worker` in this process, or a link to one in another (`ranks/link.py`). Not here: what a group
-does with its seats (`ranks.py`).
+A member's executor is a `Worker` in this process, or a link to one in another (`ranks/link.py`). Not here: what a group
+does with its members (`ranks.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,8 @@ from headwater.layout.shard import Shard
 Page: TypeAlias = tuple[int, int, int]  # shard index, shard count, part: what a page's name says besides the block
 
 
-class SeatHands(Protocol):
-    """Who carries a seat's jobs out: a `Worker`, or what looks like one from here."""
+class MemberExecutor(Protocol):
+    """Who carries a member's jobs out: a `Worker`, or what looks like one from here."""
 
     @property
     def deliver(self) -> Callable[[Event], None] | None:
@@ -48,14 +48,14 @@ class SeatHands(Protocol):
 
 
 @runtime_checkable
-class Mortal(Protocol):
-    """Hands that may end while we live: those of another process. Dead, they touch nothing any more."""
+class RemoteExecutor(Protocol):
+    """An executor that may end while we live: one in another process. Dead, it touches nothing any more."""
 
     on_death: Callable[[str], None] | None  # called once, with what is known of it
 
     @property
     def death(self) -> str | None:
-        """Why they are known to be dead, or None."""
+        """Why it is known to be dead, or None."""
         ...
 
     def kill(self) -> bool:
@@ -64,36 +64,36 @@ class Mortal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """One rank's hands for one page of each block."""
+class Member:
+    """One rank's executor for one page of each block."""
 
     rank: int
     shard: Shard
     part: int  # of the page's name
-    hands: SeatHands
+    executor: MemberExecutor
 
     @property
     def page(self) -> Page:
-        """Equal for seats that hold the same page."""
+        """Equal for members that hold the same page."""
         return self.shard.index, self.shard.count, self.part
 
 
-def check_seats(seats: Sequence[Seat]) -> int:
+def check_members(members: Sequence[Member]) -> int:
     """How many ranks there are. Raises InvalidInput unless every rank has the same parts, each shard its holders."""
-    by_rank: dict[int, list[Seat]] = {}
-    for seat in seats:
-        by_rank.setdefault(seat.rank, []).append(seat)
+    by_rank: dict[int, list[Member]] = {}
+    for member in members:
+        by_rank.setdefault(member.rank, []).append(member)
     tp_size = len(by_rank)
     if not tp_size or set(by_rank) != set(range(tp_size)):
         raise InvalidInput(f"a group has ranks from 0 on, each of them, not {sorted(by_rank)}")
-    counts = {rank: sorted(seat.shard.count for seat in mine) for rank, mine in by_rank.items()}
+    counts = {rank: sorted(member.shard.count for member in mine) for rank, mine in by_rank.items()}
     if len(set(counts[0])) < len(counts[0]) or any(of != counts[0] for of in counts.values()):
         raise InvalidInput(f"every rank has the same parts, each once, not shards of {counts}")
     parts: dict[Shard, int] = {}
-    for seat in seats:
-        count = seat.shard.count
-        if tp_size % count or seat.shard.index != seat.rank * count // tp_size:
-            raise InvalidInput(f"rank {seat.rank} of {tp_size} does not hold {seat.shard}")
-        if parts.setdefault(seat.shard, seat.part) != seat.part:
-            raise InvalidInput(f"ranks that hold {seat.shard} call it part {seat.part} and {parts[seat.shard]}")
+    for member in members:
+        count = member.shard.count
+        if tp_size % count or member.shard.index != member.rank * count // tp_size:
+            raise InvalidInput(f"rank {member.rank} of {tp_size} does not hold {member.shard}")
+        if parts.setdefault(member.shard, member.part) != member.part:
+            raise InvalidInput(f"ranks that hold {member.shard} call it part {member.part} and {parts[member.shard]}")
     return tp_size

@@ -12,7 +12,7 @@ import numpy as np
 
 from headwater.core.errors import StoreUnavailable
 from headwater.storage.base import Deadline
-from headwater.storage.mooncake.engine import INVALID, RPC_FAIL, Engine, address_of
+from headwater.storage.mooncake.engine import INVALID, RPC_FAIL, MooncakeEngine, address_of
 
 _ALIGNMENT: Final = 4096  # of pages in the buffer: copies to odd places are slow on some machines
 
@@ -22,10 +22,10 @@ def room(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class MooncakeHands:
+class MooncakeMemory:
     """Hands memory to an engine, copied where it must be. Calls may come from several threads."""
 
-    def __init__(self, engine: Engine, buffer_bytes: int) -> None:
+    def __init__(self, engine: MooncakeEngine, buffer_bytes: int) -> None:
         """The buffer is made when it is first needed."""
         self._engine = engine
         self._buffer_bytes = buffer_bytes

@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from headwater.core.events import Demote, Failure, Job, JobDone, JobFailed, Load, Look, Promote, Save
+from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Promote, Save
+from headwater.core.results import Reason
 
 _GOOD: Final[dict[type[Job], tuple[str, ...]]] = {
-    Look: ("held", "absent"),
+    Probe: ("held", "absent"),
     Load: ("hit",),
     Save: ("stored", "exists"),
     Demote: ("stored", "exists"),
     Promote: ("stored", "exists"),
 }
 _TROUBLE: Final = ("late", "failed")  # says something of a rank, not only of a page; and goes on behind it
-_WORST_FIRST: Final = (Failure.FAILED, Failure.LATE, Failure.CANCELLED)
+_WORST_FIRST: Final = (Reason.FAILED, Reason.LATE, Reason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """What one rank said of a job, for one page of each block. `page` is equal where ranks share it."""
 
     rank: int
@@ -41,11 +42,11 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GroupResult:
     """How a group's job ends: a result per block, or a failure; and by whose fault less came of it than was asked."""
 
     results: tuple[str, ...]
-    failure: Failure | None = None
+    failure: Reason | None = None
     why: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
@@ -62,8 +63,8 @@ def num_good(order: Job, end: JobDone | JobFailed) -> int:
     return sum(1 for _ in takewhile(good.__contains__, end.results))
 
 
-def agree(order: Job, answers: Sequence[Answer]) -> Verdict:
-    """The verdict over one answer or more, of all that were asked."""
+def agree(order: Job, answers: Sequence[RankAnswer]) -> GroupResult:
+    """The result over one answer or more, of all that were asked."""
     counts = [num_good(order, answer.end) for answer in answers]
     short = [answer for answer, num in zip(answers, counts, strict=True) if num == min(counts) < len(order.keys)]
     failures = [failure for answer in answers if (failure := _failure(order, answer.end)) is not None]
@@ -73,12 +74,12 @@ def agree(order: Job, answers: Sequence[Answer]) -> Verdict:
         named = [_blame(order, one) for one in answers if one in short or _failure(order, one.end) is not None]
         said = [one for one in named if one.reason in _TROUBLE] or [one for one in named if one.reason == failure]
         why = "; ".join(f"rank {one.rank}: {one.why}" for one in said)
-        return Verdict((), failure, why, blamed=tuple(one for one in named if one.reason != Failure.CANCELLED))
+        return GroupResult((), failure, why, blamed=tuple(one for one in named if one.reason != Reason.CANCELLED))
     done = [(answer, answer.end) for answer in answers if isinstance(answer.end, JobDone)]
     by_page: dict[object, int] = {}
     for answer, end in done:  # a page that several ranks read is one page
         by_page[answer.page] = max(by_page.get(answer.page, 0), end.num_bytes)
-    return Verdict(
+    return GroupResult(
         tuple(_combined(order, [end for _, end in done])),
         num_bytes=sum(by_page.values()),
         seconds=max(end.seconds for _, end in done),
@@ -86,19 +87,19 @@ def agree(order: Job, answers: Sequence[Answer]) -> Verdict:
     )
 
 
-def _failure(order: Job, end: JobDone | JobFailed) -> Failure | None:
+def _failure(order: Job, end: JobDone | JobFailed) -> Reason | None:
     """How an answer failed altogether; None: it has a result for each block."""
     if isinstance(end, JobFailed):
         return end.failure
-    return None if len(end.results) == len(order.keys) else Failure.FAILED
+    return None if len(end.results) == len(order.keys) else Reason.FAILED
 
 
-def _blame(order: Job, answer: Answer) -> Blame:
+def _blame(order: Job, answer: RankAnswer) -> Blame:
     end, num = answer.end, num_good(order, answer.end)
     if isinstance(end, JobFailed):
         return Blame(answer.rank, end.failure.value, end.why or end.failure.value)
     if len(end.results) != len(order.keys):
-        return Blame(answer.rank, Failure.FAILED.value, f"{len(end.results)} results for {len(order.keys)} blocks")
+        return Blame(answer.rank, Reason.FAILED.value, f"{len(end.results)} results for {len(order.keys)} blocks")
     return Blame(answer.rank, end.results[num], f"{num} of {len(order.keys)} blocks, then {end.results[num]}")
 
 
@@ -107,7 +108,7 @@ def _combined(order: Job, done: Sequence[JobDone]) -> list[str]:
     if len(done) == 1 and set(done[0].results).issubset(_GOOD[type(order)]):
         return list(done[0].results)
     columns = list(zip(*(end.results for end in done), strict=True))
-    if isinstance(order, Look):
+    if isinstance(order, Probe):
         return ["held" if set(column) == {"held"} else "absent" for column in columns]
     good = _GOOD[type(order)]
     combined: list[str] = []

@@ -1,8 +1,8 @@
-"""LocalEyes: a store that is only asked what it has, by a process that leaves reading and writing to others.
+"""LocalNames: a store that is only asked what it has, by a process that leaves reading and writing to others.
 
 Such a process (vLLM's scheduler) hears of every page that another writes, and has little time for that. So it keeps
 names, and nothing else: no places, no order in which pages leave, no free slots (`mirror.py`). That is a tenth of the
-work per page, and the records that are read are checked in the same way. Everything but `contains` and `glance` is a
+work per page, and the records that are read are checked in the same way. Everything but `contains` and `contains_cached` is a
 LocalStore's, and works.
 """
 
@@ -19,11 +19,11 @@ from headwater.storage.local.store import LocalStore
 from headwater.storage.local.table import RecordState, Table, changed_extent, in_state
 
 _STEP_CHANGES: Final = 256  # that are followed between two looks at the clock
-_GLANCE_CHANGES: Final = 512  # of others, that are read at once: about a millisecond
-_GLANCE_S: Final = 0.005
+_CACHED_CHANGES: Final = 512  # of others, that are read at once: about a millisecond
+_CACHED_S: Final = 0.005
 
 
-class Sight:
+class NameView:
     """The names of pages that are there. One thread at a time brings it up to date; any may look names up."""
 
     def __init__(self, table: Table) -> None:
@@ -150,10 +150,10 @@ class Sight:
                 del names[number]
 
 
-class LocalEyes(LocalStore):
+class LocalNames(LocalStore):
     """A directory of pages, to be looked at."""
 
-    _seen: tuple[Attachment, Sight] | None = None  # what was seen of which attachment
+    _seen: tuple[Attachment, NameView] | None = None  # what was seen of which attachment
 
     def _attach(self, progress: Progress | None = None) -> Attachment:
         at = super()._attach(progress)
@@ -176,21 +176,21 @@ class LocalEyes(LocalStore):
         nothing = [False] * len(names)
         return nothing if deadline.expired else self._run(work, nothing)
 
-    def glance(self, names: Sequence[PageName]) -> list[bool] | None:
+    def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
         """What `contains` would say, where others changed little since we looked; otherwise None. Never waits."""
 
         def work(at: Attachment) -> list[bool] | None:
             sight = self._sight(at)
             behind = sight.num_behind()
-            if behind is None or behind > _GLANCE_CHANGES:
+            if behind is None or behind > _CACHED_CHANGES:
                 return None
-            return sight.has_all(names) if sight.refresh(Deadline.after(_GLANCE_S), patience_s=0.0) else None
+            return sight.has_all(names) if sight.refresh(Deadline.after(_CACHED_S), patience_s=0.0) else None
 
         return self._run(work, None)
 
-    def _sight(self, at: Attachment) -> Sight:
+    def _sight(self, at: Attachment) -> NameView:
         """What is seen of an attachment: a new one after `revive`, and a call may still be inside the old one."""
         seen = self._seen
         if seen is None or seen[0] is not at:
-            seen = self._seen = at, Sight(at.catalog.table)
+            seen = self._seen = at, NameView(at.catalog.table)
         return seen[1]

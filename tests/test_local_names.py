@@ -1,4 +1,4 @@
-"""LocalEyes see what a LocalStore sees, whatever others write, delete, evict, cut anew or break."""
+"""LocalNames see what a LocalStore sees, whatever others write, delete, evict, cut anew or break."""
 
 import os
 import random
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig
 from headwater.core.errors import StoreDamaged
-from headwater.storage.base import Deadline, GetStatus, Store
-from headwater.storage.local import LocalEyes, LocalStore
-from headwater.storage.local import eyes as eyes_module
+from headwater.core.results import Status
+from headwater.storage.base import Deadline, Store
+from headwater.storage.local import LocalNames, LocalStore
+from headwater.storage.local import names as names_module
 from headwater.storage.local.attach import destroy
-from headwater.storage.local.eyes import Sight
+from headwater.storage.local.names import NameView
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import SamplePage, sample_page
 from headwater.testing.stores import StoreTests
@@ -52,14 +53,14 @@ def change(store: LocalStore, what: str, chain: int, num: int) -> None:
         store.delete([pages[-1].name], deadline=later())
 
 
-def open_both(path: Path) -> tuple[LocalStore, LocalEyes]:
+def open_both(path: Path) -> tuple[LocalStore, LocalNames]:
     writer = open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES))
-    eyes = open_local(LocalStoreConfig(directory=path), only_looks=True)
-    assert isinstance(eyes, LocalEyes)
+    eyes = open_local(LocalStoreConfig(directory=path), only_probes=True)
+    assert isinstance(eyes, LocalNames)
     return writer, eyes
 
 
-def sight_of(eyes: LocalEyes) -> Sight:
+def sight_of(eyes: LocalNames) -> NameView:
     assert eyes._seen is not None
     return eyes._seen[1]
 
@@ -78,12 +79,12 @@ def test_they_see_what_the_writer_sees(root: Path, changes: list[tuple[str, int,
             change(writer, *one)
             if at % every == 0:
                 held = writer.contains(NAMES, deadline=later())
-                assert eyes.glance(NAMES) in (held, None)
+                assert eyes.contains_cached(NAMES) in (held, None)
                 assert eyes.contains(NAMES, deadline=later()) == held
-                assert eyes.glance(NAMES) == held
+                assert eyes.contains_cached(NAMES) == held
         held = writer.contains(NAMES, deadline=later())
         assert eyes.contains(NAMES, deadline=later()) == held
-        with open_local(LocalStoreConfig(directory=path), only_looks=True) as fresh:
+        with open_local(LocalStoreConfig(directory=path), only_probes=True) as fresh:
             assert fresh.contains(NAMES, deadline=later()) == held
 
 
@@ -97,13 +98,13 @@ def test_they_read_it_all_where_the_ring_has_gone_on(place: Path) -> None:
                 change(writer, "put", chain, DEPTH)
                 change(writer, "delete", chain, 1)
         change(writer, "put", 1, 3)
-        assert eyes.glance(NAMES) is None  # that would take too long
+        assert eyes.contains_cached(NAMES) is None  # that would take too long
         assert eyes.contains(NAMES, deadline=later()) == writer.contains(NAMES, deadline=later())
         assert sum(eyes.contains(NAMES, deadline=later())) == 3
 
 
 def test_they_follow_many_changes_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eyes_module, "_GLANCE_S", 30.0)  # this machine may be busy
+    monkeypatch.setattr(names_module, "_CACHED_S", 30.0)  # this machine may be busy
     writer, eyes = open_both(place / "store")
     with writer, eyes:
         seen = sight_of(eyes).seen
@@ -114,7 +115,7 @@ def test_they_follow_many_changes_at_once(place: Path, monkeypatch: pytest.Monke
         assert (
             256 < (sight_of(eyes)._table.newest() or 0) - seen <= 512
         )  # several steps, and yet few enough for a glance
-        assert eyes.glance(NAMES) == writer.contains(NAMES, deadline=later())
+        assert eyes.contains_cached(NAMES) == writer.contains(NAMES, deadline=later())
         assert sum(eyes.contains(NAMES, deadline=later())) == 2
 
 
@@ -123,7 +124,7 @@ def test_little_time_is_used_and_the_next_one_goes_on(place: Path) -> None:
     with writer, eyes:
         for chain in range(CHAINS):
             change(writer, "put", chain, DEPTH)
-        sight = Sight(sight_of(eyes)._table)
+        sight = NameView(sight_of(eyes)._table)
         clock = FakeClock()
         rounds = 0
         while not sight.refresh(_Ticks(at_s=clock.monotonic() + 1.5, clock=clock)):
@@ -168,7 +169,9 @@ def test_what_they_believe_after_an_interrupt_is_read_anew(place: Path) -> None:
     """At whatever line it comes: the next look sees what the writer sees."""
     writer, eyes = open_both(place / "store")
     chance = random.Random(1)
-    codes = {getattr(Sight, name).__code__ for name in ("_forget", "_look", "_look_at_extent", "_follow", "_catch_up")}
+    codes = {
+        getattr(NameView, name).__code__ for name in ("_forget", "_look", "_look_at_extent", "_follow", "_catch_up")
+    }
     places = set()
     with writer, eyes:
         for _ in range(300):
@@ -215,7 +218,7 @@ def test_they_do_not_follow_a_writer_for_ever(place: Path) -> None:
 
         asks: list[Callable[[], object]] = [
             lambda: eyes.contains(NAMES, deadline=later()),
-            lambda: eyes.glance(NAMES),
+            lambda: eyes.contains_cached(NAMES),
         ]
         for ask in asks:
             change(writer, "put", 2, 1)
@@ -231,12 +234,12 @@ def test_a_first_look_that_fails_leaves_nobody_inside(place: Path, monkeypatch: 
     open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES)).close()
     with monkeypatch.context() as patch:
 
-        def fails(self: Sight, deadline: Deadline) -> bool:
+        def fails(self: NameView, deadline: Deadline) -> bool:
             raise StoreDamaged("it was cut meanwhile")
 
-        patch.setattr(Sight, "_catch_up", fails)
+        patch.setattr(NameView, "_catch_up", fails)
         with pytest.raises(StoreDamaged):
-            open_local(LocalStoreConfig(directory=path), only_looks=True)
+            open_local(LocalStoreConfig(directory=path), only_probes=True)
     destroy(path, deadline=later())  # StoreBusy, if anybody were
 
 
@@ -251,7 +254,7 @@ def test_a_store_that_is_taken_away_has_nothing_and_comes_back(place: Path) -> N
     with eyes:
         assert not any(eyes.contains(NAMES, deadline=later()))
         assert eyes.down is not None
-        assert eyes.glance(NAMES) is None
+        assert eyes.contains_cached(NAMES) is None
         with open_local(LocalStoreConfig(directory=path, limit_bytes=LIMIT_BYTES)) as writer:
             assert eyes.revive()
             change(writer, "put", 3, 2)
@@ -264,7 +267,7 @@ class TestEyes(StoreTests):
     @pytest.fixture
     def store(self, place: Path) -> Iterator[Store]:
         config = LocalStoreConfig(directory=place / "store", limit_bytes=LIMIT_BYTES)
-        with open_local(config, only_looks=True) as store:
+        with open_local(config, only_probes=True) as store:
             yield store
 
 
@@ -274,5 +277,5 @@ def test_they_can_read(place: Path) -> None:
         change(writer, "put", 1, 4)
         page = PAGES[DEPTH]
         buffer = page.buffer()
-        assert eyes.get_into([(page.name, buffer)], deadline=later()) == [GetStatus.HIT]
+        assert eyes.get_into([(page.name, buffer)], deadline=later()) == [Status.HIT]
         assert bytes(buffer) == page.frame
