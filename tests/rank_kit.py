@@ -20,6 +20,7 @@ from headwater.core.events import (
     Stuck,
 )
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Store
@@ -200,7 +201,7 @@ class ScriptedExecutor:
         self.deliver(event)
 
     def done(self, job: int, *results: str, num_bytes: int = 0) -> None:
-        self.say(JobDone(now_s=0.0, job=job, results=results, num_bytes=num_bytes))
+        self.say(JobDone(now_s=0.0, job=job, results=tuple(map(Status, results)), num_bytes=num_bytes))
 
     def die(self, why: str) -> None:
         self.death = why

@@ -18,7 +18,7 @@ from headwater.attention_store import AttentionStore
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig, ResidencyConfig, WriteConfig, write_config
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Removed, Stored
+from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import Extra, block_keys
 from headwater.core.page import page_name
@@ -64,8 +64,10 @@ class Ear:
     def __init__(self) -> None:
         self.moves: list[Stored | Removed] = []
 
-    def offer(self, moves: Iterable[Stored | Removed]) -> None:
-        self.moves += moves
+    def offer(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            assert not isinstance(move, TierLost), "no tier is lost here"
+            self.moves.append(move)
 
 
 class Rig:

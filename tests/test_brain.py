@@ -16,7 +16,7 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.index.slots import SlotState
 from headwater.testing.brain_machine import BrainMachine
 from headwater.testing.brain_world import ROOTS, World
@@ -520,12 +520,14 @@ def test_a_hole_in_a_load_ends_it_there_and_cancels_the_rest() -> None:
     here.want(guest, 5)
     rest = the(here, ev.Load, store="disk")
     out = here.brain.handle(
-        ev.JobDone(now_s=0.0, job=the(here, ev.Load, store="host").order.job, results=("hit", "corrupt", "hit"))
+        ev.JobDone(
+            now_s=0.0, job=the(here, ev.Load, store="host").order.job, results=(Status.HIT, Status.CORRUPT, Status.HIT)
+        )
     )
     assert out == [ev.Cancel(job=rest.order.job)]
     record = here.brain.requests["guest"]
     assert (record.hold.num_blocks, record.ready_s) == (1, None)
-    here.brain.handle(ev.JobDone(now_s=1.0, job=rest.order.job, results=("hit", "hit")))
+    here.brain.handle(ev.JobDone(now_s=1.0, job=rest.order.job, results=(Status.HIT, Status.HIT)))
     assert (record.hold.num_blocks, record.ready_s) == (1, 1.0), "loaded behind a hole, and computed again"
     assert record.misses == {Reason.CORRUPT: 4}
     here.brain.validate()
@@ -542,7 +544,7 @@ def test_results_of_jobs_that_ended_or_never_were_are_ignored() -> None:
     load = the(here, ev.Load)
     here.end(load)
     for job in (probe.order.job, load.order.job, 0, -1, 99, 1 << 70):
-        here.ignore(ev.JobDone(now_s=here.now_s, job=job, results=("hit", "hit")))
+        here.ignore(ev.JobDone(now_s=here.now_s, job=job, results=(Status.HIT, Status.HIT)))
         here.ignore(ev.JobDone(now_s=here.now_s, job=job, results=()))
         here.ignore(ev.JobFailed(now_s=here.now_s, job=job, failure=Reason.FAILED))
         here.ignore(ev.Copied(now_s=here.now_s, job=job))
@@ -718,7 +720,8 @@ def test_a_digest_sees_every_difference() -> None:
 
     histories = [
         (), ("probe",), ("fail",), ("give up",), ("want",), ("probe", "want"), ("probe", "want", "load"), ("off",),
-        ("leave",), ("leave", "probe"), ("probe", "want", "leave"), ("probe", "want", "load", "leave"), ("want", "leave"),
+        ("leave",), ("leave", "probe"), ("probe", "want", "leave"), ("probe", "want", "load", "leave"),
+        ("want", "leave"),
     ]  # fmt: skip
     digests = [state(*history) for history in histories]
     assert len(set(digests)) == len(digests)

@@ -24,7 +24,7 @@ from headwater.config import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
@@ -216,7 +216,7 @@ def test_what_was_interrupted_half_way_is_not_believed(caplog: pytest.LogCapture
 @pytest.mark.fault("D2")
 def test_an_interrupt_at_a_glance_loses_no_job() -> None:
     class Cached(Busy):
-        def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+        def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
             raise KeyboardInterrupt
 
     executor = Cached()
@@ -226,7 +226,7 @@ def test_an_interrupt_at_a_glance_loses_no_job() -> None:
     assert [probe.store for probe in executor.jobs(ev.Probe)] == ["host", "disk"]
     assert cache.failed is None
     for probe in executor.jobs(ev.Probe):
-        cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=("held",) * 3))
+        cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=(Status.HELD,) * 3))
     assert cache.match("a", KEYS, root=ROOT).num_hit == 3
 
 
@@ -236,7 +236,7 @@ def test_a_slot_that_a_late_load_may_write_is_nobodys() -> None:
     cache = cached(executor)
     cache.match("a", KEYS, root=ROOT)
     (probe,) = executor.jobs(ev.Probe)
-    cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=("held",) * 3))
+    cache.deliver(ev.JobDone(now_s=0.0, job=probe.job, results=(Status.HELD,) * 3))
     table = cache.reserve("a", 4)
     assert table is not None
     (load,) = executor.jobs(ev.Load)
@@ -298,7 +298,7 @@ def test_a_fresh_brain_begins_with_nothing_and_with_other_numbers(caplog: pytest
     assert (cache.brain.cost.base_s, cache.brain.cost.slope_s) == (3.0, 1.0)
     assert cache.brain.withheld == set(table) | set(missing or ())
     for late in executor.jobs():  # of a brain that is gone
-        cache.deliver(ev.JobDone(now_s=0.0, job=late.job, results=("held",) * 3))
+        cache.deliver(ev.JobDone(now_s=0.0, job=late.job, results=(Status.HELD,) * 3))
     cache.deliver(ev.StoreOn(now_s=0.0, store="host"))
     assert cache.match("c", KEYS, root=ROOT).num_on_device == 0, "nothing is known of what came before"
     assert min(job.job for job in executor.jobs() if job.job > before) > before

@@ -10,7 +10,7 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 
 ROOT = BlockKey(hashlib.sha256(b"root").digest())
 
@@ -115,7 +115,7 @@ def test_a_tier_that_was_too_slow_is_tried_again() -> None:
         loaded.append(bool(desk.jobs))
         for job in [one for one in desk.jobs if isinstance(one, ev.Load)]:
             desk.take(ev.Load)
-            desk.tell(ev.JobDone, job=job.job, results=("hit", "hit"), num_bytes=20, seconds=seconds)
+            desk.tell(ev.JobDone, job=job.job, results=(Status.HIT, Status.HIT), num_bytes=20, seconds=seconds)
         desk.now_s += 1.0 if i == 0 else 60.0
     assert loaded == [True, False, True]
 
@@ -138,7 +138,7 @@ def test_a_store_that_comes_back_may_be_empty() -> None:
     desk.answer_probe("absent")
     desk.want("a", 3)
     desk.tell(ev.Filled, request="a", keys=chain("a", 2))
-    desk.tell(ev.JobDone, job=desk.take(ev.Save).job, results=("stored", "stored"))
+    desk.tell(ev.JobDone, job=desk.take(ev.Save).job, results=(Status.STORED, Status.STORED))
     desk.tell(ev.StoreOff, store="host", why="damaged")
     desk.tell(ev.StoreOn, store="host")
     desk.tell(ev.Filled, request="a", keys=chain("a", 3)[2:])
@@ -156,7 +156,7 @@ def test_what_was_saved_behind_a_hole_is_saved_again() -> None:
     desk.tell(ev.Filled, request="a", keys=keys[:2])
     desk.tell(ev.Filled, request="a", keys=keys[2:])
     first, second = desk.take(ev.Save), desk.take(ev.Save)
-    desk.tell(ev.JobDone, job=second.job, results=("stored", "stored"))  # by a store that knows no parents
+    desk.tell(ev.JobDone, job=second.job, results=(Status.STORED, Status.STORED))  # by a store that knows no parents
     desk.tell(ev.JobFailed, job=first.job, failure=Reason.FAILED)
     desk.tell(ev.Filled, request="a", keys=chain("a", 5)[4:])
     save = desk.take(ev.Save)
@@ -172,7 +172,7 @@ def test_the_bill_counts_the_wait_for_answers() -> None:
     desk.now_s = 7.0  # it was not its turn before
     desk.want("a", 2)
     desk.now_s = 7.1
-    desk.tell(ev.JobDone, job=desk.take(ev.Load).job, results=("hit", "hit"))
+    desk.tell(ev.JobDone, job=desk.take(ev.Load).job, results=(Status.HIT, Status.HIT))
     (bill,) = [one for one in desk.tell(ev.Left, request="a") if isinstance(one, ev.Finished)]
     assert bill.waited_s == pytest.approx(0.5)
     assert bill.saved_s == pytest.approx(0.04 - 0.5)
@@ -185,7 +185,7 @@ def test_requests_that_wait_for_one_prefix_promote_it_once() -> None:
         desk.answer_probe("absent")
         desk.answer_probe("held")
     assert [type(job) for job in desk.jobs] == [ev.Promote]
-    desk.tell(ev.JobDone, job=desk.take(ev.Promote).job, results=("late",) * 3)
+    desk.tell(ev.JobDone, job=desk.take(ev.Promote).job, results=(Status.LATE,) * 3)
     desk.arrive("again", chain("a", 3))
     desk.answer_probe("absent")
     desk.answer_probe("held")

@@ -23,7 +23,7 @@ from brain_kit import (
 from headwater.config import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.core.results import Reason
+from headwater.core.results import MISS_REASONS, Reason, Status
 from headwater.testing.brain_world import ROOTS, TENANTS, World
 from headwater.testing.index_machine import path_keys
 
@@ -230,7 +230,7 @@ def test_a_measurement_that_is_none_is_not_remembered(seconds: float) -> None:
     fill_store(here, "host", "01")
     here.want(ask(here, "guest", "01"), 2)
     job = the(here, ev.Load).order.job
-    here.brain.handle(ev.JobDone(now_s=0.0, job=job, results=("hit", "hit"), num_bytes=20, seconds=seconds))
+    here.brain.handle(ev.JobDone(now_s=0.0, job=job, results=(Status.HIT, Status.HIT), num_bytes=20, seconds=seconds))
     assert here.brain.tiers["host"].loading.facts()[0] is None
 
 
@@ -276,7 +276,7 @@ def load_failed(here: World) -> None:
 def load_answered_what_nobody_knows(here: World) -> None:
     fill_store(here, "host", "01")
     here.want(ask(here, "guest", "01"), 2)
-    here.end(the(here, ev.Load), ["whatever", "hit"])
+    here.end(the(here, ev.Load), ["stored", "hit"])  # no answer to a Load
 
 
 def bad_page(fault: str) -> Callable[[World], None]:
@@ -339,7 +339,7 @@ def test_every_miss_has_its_reason(step: Callable[[World], None], reason: str) -
 
 
 def test_every_reason_is_covered_above() -> None:
-    assert {"never_stored", "evicted", "failed", "corrupt", "too_late", "not_worth_it"} == set(Reason)
+    assert {"never_stored", "evicted", "failed", "corrupt", "too_late", "not_worth_it"} == MISS_REASONS
 
 
 def test_reasons_block_by_block() -> None:
@@ -839,7 +839,7 @@ def test_what_a_breaker_does_is_told() -> None:
     out = brain.handle(ev.JobFailed(now_s=0.0, job=1, failure=Reason.LATE, why="no answer"))
     assert told(out, "tier_paused") == [{"tier": "host", "job": "probe", "why": "late"}]
     brain.handle(ev.Arrived(now_s=2.0, request="b", keys=keys, root=ROOTS[0]))
-    out = brain.handle(ev.JobDone(now_s=2.0, job=2, results=("absent",)))
+    out = brain.handle(ev.JobDone(now_s=2.0, job=2, results=(Status.ABSENT,)))
     assert told(out, "tier_resumed") == [{"tier": "host", "job": "probe"}]
 
 

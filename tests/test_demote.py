@@ -327,7 +327,7 @@ def test_a_page_that_changes_while_it_is_demoted_is_a_miss_and_takes_no_name(
     host.meanwhile = meanwhile
     assert rig.ear.results(rig.demote(8, "disk")) == ["stored"] * 5 + ["miss"] * 3
     host.meanwhile = None
-    assert rig.ear.results(rig.look(8, store="disk")) == ["held"] * 5 + ["absent"] * 3
+    assert rig.ear.results(rig.probe(8, store="disk")) == ["held"] * 5 + ["absent"] * 3
     assert rig.ear.results(rig.save(range(8), store="disk")) == ["exists"] * 5 + ["stored"] * 3, "a name was wasted"
     rig.loaded(range(100, 108), range(8), store="disk")
 
@@ -379,7 +379,7 @@ def test_whatever_a_faulty_source_gives_only_right_frames_arrive(make: Callable[
     rig.ear.results(rig.save(range(40)))
     for _ in range(20):
         rig.ear.results(rig.demote(dice.randint(1, 40), "disk"))
-    there = rig.ear.results(rig.look(40, store="disk")).count("held")
+    there = rig.ear.results(rig.probe(40, store="disk")).count("held")
     rig.loaded(range(100, 100 + there), range(there), store="disk")
 
 
@@ -484,8 +484,8 @@ def test_a_demotion_is_no_use_of_what_it_reads(tmp_path: Path) -> None:
             rig.saved(range(2, 4), chain=2)
             assert rig.ear.results(rig.demote(2, "disk")) == ["stored"] * 2  # of the first: it stays the oldest
             rig.saved(range(4, 5), chain=3)
-            assert rig.ear.results(rig.look(2)) == ["held", "absent"]
-            assert rig.ear.results(rig.look(2, chain=2)) == ["held", "held"]
+            assert rig.ear.results(rig.probe(2)) == ["held", "absent"]
+            assert rig.ear.results(rig.probe(2, chain=2)) == ["held", "held"]
         finally:
             rig.finish()
 
@@ -495,7 +495,7 @@ def test_demotions_wait_behind_looks_and_loads(make: Callable[..., Rig]) -> None
     rig.saved(range(4))
     rig.saved(range(4, 6), chain=2, store="disk")
     odd(rig, "disk").gates["contains"].shut()
-    look = rig.look(1, chain=2, store="disk")
+    look = rig.probe(1, chain=2, store="disk")
     odd(rig, "disk").gates["contains"].wait_for_arrival()
     demote, load = rig.demote(4, "disk"), rig.load(range(100, 102), chain=2, store="disk")
     odd(rig, "disk").gates["contains"].open()

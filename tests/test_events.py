@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
@@ -32,7 +32,8 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     bytes: st.binary(),
     BlockKey: keys,
-    Reason: st.sampled_from(Reason),
+    Reason: st.sampled_from(sorted(JOB_FAILURES)),
+    tuple[Status, ...]: st.lists(st.sampled_from(Status)).map(tuple),
     tuple[BlockKey, ...]: st.lists(keys).map(tuple),
     tuple[int, ...]: st.lists(numbers).map(tuple),
     tuple[str, ...]: st.lists(texts).map(tuple),
@@ -133,6 +134,9 @@ WRONG_TYPES: list[Any] = [
     {"is": "Filled", "now_s": 0.0, "request": "a", "keys": ["text"]},
     {"is": "Filled", "now_s": 0.0, "request": "a", "keys": {}},
     {"is": "JobDone", "now_s": 0.0, "job": 1, "results": [1]},
+    {"is": "JobDone", "now_s": 0.0, "job": 1, "results": ["hit", "nonsense"]},
+    {"is": "JobDone", "now_s": 0.0, "job": 1, "results": "hit"},
+    {"is": "JobFailed", "now_s": 0.0, "job": 1, "failure": "evicted"},  # a reason, and none for which a job fails
     {"is": "Load", "job": 1, "store": "s", "keys": [], "deadline_s": 0.0, "slots": ["#00"]},
 ]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headwater.build import open_local
 from headwater.config import LocalStoreConfig, WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Removed, Stored
+from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.page import PageName
 from headwater.core.results import Reason, Status
@@ -84,8 +84,10 @@ class Ear:
     def __init__(self) -> None:
         self.moves: list[Stored | Removed] = []
 
-    def offer(self, moves: Iterable[Stored | Removed]) -> None:
-        self.moves += moves
+    def offer(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            assert not isinstance(move, TierLost), "no tier is lost here"
+            self.moves.append(move)
 
 
 class Ends:

@@ -904,7 +904,7 @@ def test_nonsense_for_an_answer_is_a_failure(shm: Path, call: str, nonsense: str
             end = here.ear.end(here.load(range(20, 23)))
             results = list(end.results) if isinstance(end, JobDone) else []
             good = 2 if nonsense in ("short", "hit for one") else 0  # what it did give
-            assert results[:3] == [] or results.count("hit") == good, results
+            assert results[:3] == [] or results.count(Status.HIT) == good, results
             assert here.untouched(range(20 + good, 23))
         else:
             assert here.ear.failure(here.save(range(6), chain=2)) is Reason.FAILED
@@ -1110,7 +1110,7 @@ def serve(here: Rig, rng: random.Random, num_turns: int) -> int:
             assert not {"corrupt", "foreign", "short", "stale"} & set(results), results
             for depth, result in enumerate(results):
                 assert result != "hit" or here.block(20 + depth) == wanted(chain, depth), "a wrong byte"
-            hits += results.count("hit")
+            hits += results.count(Status.HIT)
     return hits
 
 
@@ -1180,7 +1180,7 @@ def test_killed_in_the_middle_of_a_save_nothing_wrong_is_left(shm: Path, at: int
     with child(save_and_stop) as (pid, source), rig(shm, **SMALL) as here:
         hear(source)
         results = here.ear.results(here.load(range(20, 20 + LONGEST)))
-        hits = results.count("hit")  # it may publish what it has, while it stands where it does
+        hits = results.count(Status.HIT)  # it may publish what it has, while it stands where it does
         assert results == ["hit"] * hits + ["miss"] * (LONGEST - hits)
         assert [here.block(20 + depth) for depth in range(hits)] == [wanted(1, depth) for depth in range(hits)]
         os.kill(pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.memory import MemoryStore
@@ -82,7 +82,7 @@ GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists
 GOOD |= {"demote": ["stored", "exists"], "promote": ["stored", "exists"]}
 BAD = {
     "probe": [],
-    "load": ["miss", "late", "failed", "corrupt", "nonsense"],
+    "load": ["miss", "late", "failed", "corrupt", "stored"],
     "save": ["no_room", "no_parent", "late", "failed"],
     "demote": ["miss", "no_room", "no_parent", "late", "failed"],
     "promote": ["no_room", "late", "failed"],
@@ -99,10 +99,14 @@ def answers(draw: st.DrawFn) -> tuple[str, list[RankAnswer]]:
             st.lists(words, min_size=5, max_size=5) | st.lists(words, max_size=6).filter(lambda r: len(r) != 5)
         )
         end: JobDone | JobFailed = JobDone(
-            now_s=0.0, job=1, results=tuple(results), num_bytes=draw(st.integers(0, 9)), seconds=draw(st.floats(0, 9))
+            now_s=0.0,
+            job=1,
+            results=tuple(map(Status, results)),
+            num_bytes=draw(st.integers(0, 9)),
+            seconds=draw(st.floats(0, 9)),
         )
         if draw(st.integers(0, 7)) == 0:
-            end = JobFailed(now_s=0.0, job=1, failure=draw(st.sampled_from(Reason)), why="why")
+            end = JobFailed(now_s=0.0, job=1, failure=draw(st.sampled_from(sorted(JOB_FAILURES))), why="why")
         found.append(RankAnswer(rank, draw(st.sampled_from(["shared", rank])), end))
     return kind, found
 

@@ -177,7 +177,8 @@ def test_pages_carry_a_time_to_live_that_use_renews(roomy: Server) -> None:
     pages = sample_chain(7, 3)
     with RedisStore(roomy.url, keep_s=1000) as store, roomy.client() as client:
         put(store, pages)
-        for use in (lambda: read(store, pages), lambda: put(store, pages)):
+        uses: list[Callable[[], list[Status]]] = [lambda: read(store, pages), lambda: put(store, pages)]
+        for use in uses:
             for page in pages:
                 client.pexpire(PREFIX + page.name, 60_000)
             use()

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fleet_kit import Signed
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.results import Reason
+from headwater.core.results import HANDOFF_REASONS, Reason
 from headwater.core.role import Role
 from headwater.disagg.events import EventReader, NotEvents, event_of
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
@@ -392,7 +392,7 @@ def test_what_an_answer_means() -> None:
     ):  # fmt: skip
         assert judge("n", status, document).trouble is trouble, (status, document)
     assert "from block 5 on" in str(judge("n", 502, {**error, "kind": "missing", "first_missing_block": 5}))
-    assert {Reason.MISSING, Reason.DAMAGED} <= PREFILL_AGAIN <= set(Reason)
+    assert {Reason.MISSING, Reason.DAMAGED} <= PREFILL_AGAIN <= HANDOFF_REASONS
 
 
 def test_the_line_is_kept_and_nobody_waits_for_ever() -> None:

@@ -24,6 +24,7 @@ from headwater.core.errors import CopyStuck
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.integrations.vllm import build, step_executor
 from headwater.integrations.vllm import scheduler as scheduler_side
 from headwater.integrations.vllm.executor import ExecutorProcess, Starting
@@ -669,7 +670,7 @@ def test_eyes_take_in_what_was_written_to_each_store_before_it_is_much() -> None
     for number in range(128):
         order = replace(_save(number, 1, 2, 3, 4), store=("host", "disk")[number % 2])
         one.submit([order])
-        done = JobDone(now_s=1.0, job=number, results=("stored",) * 4, num_bytes=4, seconds=0.1)
+        done = JobDone(now_s=1.0, job=number, results=(Status.STORED,) * 4, num_bytes=4, seconds=0.1)
         one.heard(Report(events=((0, done),)))
     assert Counter(probe.store for probe in eyes.given) == {"host": 2, "disk": 2}
 
@@ -683,7 +684,7 @@ def test_an_ended_request_leaves_when_its_blocks_were_read(clock: FakeClock) -> 
     assert side.finished() == (set(), set())
     executor.say(Copied(now_s=0.0, job=1))
     assert side.finished() == (set(), set())
-    executor.say(JobDone(now_s=0.0, job=2, results=("stored",)))
+    executor.say(JobDone(now_s=0.0, job=2, results=(Status.STORED,)))
     assert side.finished() == ({"r"}, set())
     assert side.finished() == (set(), set()), "said twice"
 
@@ -698,7 +699,7 @@ def test_an_ended_request_does_not_stay_for_ever(clock: FakeClock) -> None:
     clock.advance(3.0)
     assert side.finished() == (set(), set()), "first it is cancelled"
     assert [type(one).__name__ for one in executor.given] == ["Save", "Cancel"]
-    executor.say(JobDone(now_s=0.0, job=1, results=("late",)))
+    executor.say(JobDone(now_s=0.0, job=1, results=(Status.LATE,)))
     assert side.finished() == ({"r"}, set())
 
 
@@ -711,7 +712,7 @@ def test_blocks_of_a_failed_load_are_reported_with_its_end(clock: FakeClock) -> 
     side.load()
     side.save()
     assert side.finished() == (set(), set())
-    executor.say(JobDone(now_s=0.0, job=1, results=("hit", "miss", "miss")))
+    executor.say(JobDone(now_s=0.0, job=1, results=(Status.HIT, Status.MISS, Status.MISS)))
     assert side.finished() == (set(), {"r"})
     assert side.take_bad() == {8, 9, 10}
     assert side.take_bad() == set()
@@ -779,7 +780,7 @@ def test_what_was_said_is_not_held_up_by_another_load(clock: FakeClock, monkeypa
     side = WorkerSide(executor, overlapping=2, clock=clock)
     loading = (("a", (1,)), ("b", (2,)))
     assert _step(side, Orders(jobs=(_load(1), _load(2)), loading=loading, idle=True)) == (set(), set())
-    executor.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+    executor.say(JobDone(now_s=0.0, job=1, results=(Status.HIT,)))
     assert _step(side, Orders(idle=True)) == (set(), {"a"})
     assert _step(side, Orders(idle=True)) == (set(), set())
     assert _step(side, Orders(idle=True)) == (set(), set())
@@ -801,7 +802,7 @@ def test_who_only_waits_for_a_load_hears_of_its_end_at_once(clock: FakeClock, mo
 
     def say() -> None:
         waits.wait(ROOM_S)
-        executor.say(JobDone(now_s=0.0, job=1, results=("hit",)))
+        executor.say(JobDone(now_s=0.0, job=1, results=(Status.HIT,)))
 
     monkeypatch.setattr(side._changed, "wait_for", waiting)
     thread = threading.Thread(target=say)

@@ -6,9 +6,9 @@ are there, and nothing of those before. Full blocks only: a partial tail is its 
 (rule 9).
 
 It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/executor/slices.py`, a store
-that blocks is bounded by `storage/calls.py`, and the cluster hears through whoever is `MoveListener`. What `write` saw durable
-and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only
-the engine knows, and says with `flush_index`.
+that blocks is bounded by `storage/calls.py`, and the cluster hears through a `MoveListener`. What `write` saw
+durable and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other
+tiers only the engine knows, and says with `flush_index`.
 
 Index-only: no data goes to the store or comes from it, and it is not even asked; `match`, `read` and `write` say so,
 `flush_index` works. So an index can be kept true for a router where nobody has a pool.
@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from threading import Condition
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from headwater.config import WriteConfig, write_config
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
-from headwater.core.events import Removed, Stored
+from headwater.core.events import MoveListener, Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
 from headwater.layout.shard import WHOLE, Shard
@@ -39,14 +39,6 @@ from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.tier import Naming
 
 _INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
-
-
-class MoveListener(Protocol):
-    """Who hears what this node holds; `residency/publisher.py` has one that tells a cluster."""
-
-    def offer(self, moves: Iterable[Stored | Removed]) -> None:
-        """Hear of blocks that came to a tier or left it, in order. Must neither block nor raise."""
-        ...
 
 
 class AttentionStore:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from headwater.cache.match import Match
 from headwater.cache.records import JobKind
@@ -26,6 +26,7 @@ from headwater.cache.shell import Shell
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 
 log = logging.getLogger("headwater")
 
@@ -42,6 +43,9 @@ class Progress:
     loading: bool
     num_expected: int
     stuck: bool = False
+
+
+_HIT: Final = frozenset({Status.HIT})
 
 
 class TieredCache(Shell):
@@ -134,7 +138,7 @@ class TieredCache(Shell):
                     and (left_s := until_s - self._clock.monotonic()) > 0
                 ):
                     self._changed.wait(left_s)
-                if job.results is None or any(result != "hit" for result in job.results):
+                if job.results is None or not _HIT.issuperset(job.results):
                     return False
         return record.broken is None and generation == self.generation
 

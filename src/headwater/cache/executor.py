@@ -1,4 +1,4 @@
-"""Whom a cache works with: who carries instructions out, who hears what it holds, who writes down what it heard.
+"""Whom a cache works with: who carries instructions out, and who writes down what it heard.
 
 Interfaces only, and the executor of a cache that has no stores.
 """
@@ -9,6 +9,7 @@ from typing import Protocol
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
+from headwater.core.results import Status
 
 
 class Executor(Protocol):
@@ -18,7 +19,7 @@ class Executor(Protocol):
         """Begin jobs, or cancel them. Does not block."""
         ...
 
-    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
         """The answer to a Probe, if memory has it; None: the store has to be asked. Does not block."""
         ...
 
@@ -49,7 +50,7 @@ class NoExecutor:
     def submit(self, instructions: Sequence[ev.Instruction]) -> None:
         """Forget them."""
 
-    def contains_cached(self, probe: ev.Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: ev.Probe) -> tuple[Status, ...] | None:
         """Nobody knows."""
         return None
 
@@ -71,14 +72,6 @@ class NoExecutor:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """There is no load."""
         return False
-
-
-class MoveListener(Protocol):
-    """Who tells the cluster what this cache holds (`residency/publisher.py`)."""
-
-    def offer(self, moves: Sequence[ev.Stored | ev.Removed | ev.TierLost]) -> None:
-        """Hear what came to a tier or left one, in order. Must not block and must not raise."""
-        ...
 
 
 class Recorder(Protocol):

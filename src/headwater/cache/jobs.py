@@ -8,10 +8,9 @@ from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import Breaker
 from headwater.core.events import Instruction, Tell
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import BAD_PAGE, PUT_HELD, STORE_TROUBLE, Reason, Status
 
-_TROUBLE: Final = frozenset({"failed", "late"})  # results that speak against the store, not of the page
-_GOOD: Final = frozenset({"hit", "stored", "exists"})
+_GOOD: Final = PUT_HELD | {Status.HIT}
 _BREAKERS: Final = {  # which of a store's breakers a job is a call of
     JobKind.PROBE: JobKind.PROBE,
     JobKind.LOAD: JobKind.LOAD,
@@ -19,9 +18,8 @@ _BREAKERS: Final = {  # which of a store's breakers a job is a call of
     JobKind.DEMOTE: JobKind.SAVE,
 }
 _WRITES: Final = frozenset({JobKind.SAVE, JobKind.DEMOTE, JobKind.PROMOTE})
-UNREAD: Final = "miss"  # of a Demote: its source did not give the block
+UNREAD: Final = Status.MISS  # of a Demote: its source did not give the block
 _PATIENCE_S: Final = 0.1  # a Probe that an engine gave up after this speaks against the store
-BAD: Final = frozenset({"corrupt", "foreign", "short", "stale", "unknown_version"})
 
 
 class Jobs:
@@ -88,7 +86,7 @@ class Jobs:
             self._queue(job, -job.num_bytes)
         return job
 
-    def judge(self, job: JobRecord, results: Sequence[str] | None, failure: Reason | None, now_s: float) -> None:
+    def judge(self, job: JobRecord, results: Sequence[Status] | None, failure: Reason | None, now_s: float) -> None:
         """Tell the store's breaker how a job went.
 
         A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
@@ -104,7 +102,7 @@ class Jobs:
             breaker.unproven(now_s)
         elif failure is not None or _all_trouble(results or ()):
             if breaker.failed(now_s):
-                self._tell("tier_paused", tier=job.into, job=kind, why=str(failure or "failed"))
+                self._tell("tier_paused", tier=job.into, job=kind, why=str(failure or Reason.FAILED))
         elif breaker.succeeded():
             self._tell("tier_resumed", tier=job.into, job=kind)
 
@@ -160,13 +158,15 @@ class Jobs:
         self.out.append(Tell(kind=kind, facts=tuple(facts.items())))
 
 
-def _all_trouble(results: Sequence[str]) -> bool:
+def _all_trouble(results: Sequence[Status]) -> bool:
     """Whether a store did nothing but fail. What comes behind the first failure was not even tried."""
-    return not _GOOD.intersection(results) and not _TROUBLE.isdisjoint(results)
+    return not _GOOD.intersection(results) and not STORE_TROUBLE.isdisjoint(results)
 
 
-def reason_of(result: str) -> Reason:
+def reason_of(result: Status) -> Reason:
     """Why a block that a store said it had was not loaded."""
-    if result in BAD:
+    if result in BAD_PAGE:
         return Reason.CORRUPT
-    return {"miss": Reason.EVICTED, "late": Reason.TOO_LATE, "cancelled": Reason.TOO_LATE}.get(result, Reason.FAILED)
+    return {Status.MISS: Reason.EVICTED, Status.LATE: Reason.TOO_LATE, Status.CANCELLED: Reason.TOO_LATE}.get(
+        result, Reason.FAILED
+    )

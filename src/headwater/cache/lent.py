@@ -16,12 +16,12 @@ from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.index.base import Hold, PrefixIndex
 from headwater.index.lent import LentIndex, LentSlots
 from headwater.index.slots import DeviceSlots
 
-_SEEN: Final = {JobKind.PROBE: "held", JobKind.LOAD: "hit"}  # what these jobs say of a block that is there
+_SEEN: Final = {JobKind.PROBE: Status.HELD, JobKind.LOAD: Status.HIT}  # what these jobs say of a block that is there
 _MARKS_PER_SLOT: Final = 8  # blocks of which it is remembered where they were written
 
 
@@ -96,7 +96,7 @@ class LentBrain(Brain):
                 self._paths.forget(unnamed, tier.bit, before=request.num_marks)
         super()._enter(request, keys, now_s, seen=seen)
 
-    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Reason | None, now_s: float) -> None:
+    def _end(self, job: JobRecord, results: tuple[Status, ...], failure: Reason | None, now_s: float) -> None:
         if job.kind in _SEEN:  # what a store has lost is to be written again
             there = _SEEN[job.kind]
             lacking = (key for key, result in zip(job.keys, results, strict=True) if result != there)

@@ -18,6 +18,7 @@ from headwater.cache.misses import LentMissBrain
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 
 
 class LentCache(TieredCache):
@@ -60,7 +61,7 @@ class LentCache(TieredCache):
         with self._lock:
             now_s = self._now_s()
             probes = (ev.Probe(job=0, store=tier, keys=(key,), deadline_s=now_s) for tier in self.brain.tiers)
-            return all(self._executor.contains_cached(probe) == ("absent",) for probe in probes)
+            return all(self._executor.contains_cached(probe) == (Status.ABSENT,) for probe in probes)
 
     def probing(self, request: str) -> bool:
         """Whether stores are still being asked."""

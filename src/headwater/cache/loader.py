@@ -7,7 +7,7 @@ brought to the fastest.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
@@ -16,10 +16,8 @@ from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Load, Probe, Promote
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import PUT_HELD, Reason, Status
 from headwater.index.base import PrefixIndex
-
-_HELD: Final = frozenset({"stored", "exists"})
 
 
 class Enter(Protocol):
@@ -61,13 +59,13 @@ class Loader:
             deadline_s = now_s + tier.config.probe_timeout_s
             self._jobs.out.append(Probe(job=job.job, store=tier.name, keys=rest, deadline_s=deadline_s))
 
-    def probed(self, request: RequestRecord, job: JobRecord, results: Sequence[str], failure: Reason | None) -> None:
+    def probed(self, request: RequestRecord, job: JobRecord, results: Sequence[Status], failure: Reason | None) -> None:
         """A store answered, or did not."""
         request.probes.pop(job.store, None)
         if failure is None:
-            request.held[job.store] = bytearray(map("held".__eq__, results))
+            request.held[job.store] = bytearray(map(Status.HELD.__eq__, results))
         else:
-            request.unasked[job.store] = reason_of("failed" if failure is Reason.FAILED else "late")
+            request.unasked[job.store] = reason_of(Status.FAILED if failure is Reason.FAILED else Status.LATE)
 
     def stop_probing(self, request: RequestRecord) -> None:
         """Who did not answer in time is not waited for."""
@@ -149,7 +147,8 @@ class Loader:
             job = request.loads.pop(0)
             if request.broken is not None:
                 continue  # something in front of it is missing
-            num_hit = next((i for i, result in enumerate(results) if result != "hit"), len(results))
+            hit = Status.HIT  # a name of an enum is slow to find
+            num_hit = next((i for i, result in enumerate(results) if result != hit), len(results))
             if num_hit:
                 end = job.start + num_hit
                 self._enter(request, request.keys[job.start : end], now_s, seen=True)
@@ -231,11 +230,11 @@ class Loader:
         self.promoting[keys[0]] = job.job
         self._jobs.out.append(Promote(job=job.job, store=source, target=target.name, keys=keys, deadline_s=deadline_s))
 
-    def promoted(self, job: JobRecord, request: RequestRecord | None, results: Sequence[str]) -> None:
+    def promoted(self, job: JobRecord, request: RequestRecord | None, results: Sequence[Status]) -> None:
         """Blocks came to the fastest store. One that is being asked again meanwhile will say so itself."""
         self.promoting = {key: number for key, number in self.promoting.items() if number != job.job}
         held = request.held.get(job.target or "") if request is not None and not request.reserved else None
         if request is None or held is None:
             return
         for at, result in enumerate(results, job.start - request.probe_start):
-            held[at] |= result in _HELD
+            held[at] |= result in PUT_HELD

@@ -10,28 +10,27 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Final
 
-from headwater.cache.jobs import BAD, UNREAD
+from headwater.cache.jobs import UNREAD
 from headwater.cache.match import DEVICE
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
 from headwater.core.breaker import BreakerState
-from headwater.core.events import Removed, Stored, TierLost
+from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
+from headwater.core.results import BAD_PAGE, PUT_HELD, Status
 from headwater.index.base import Victim
 
-Move = Stored | Removed | TierLost
-
 _THERE: Final = {
-    JobKind.SAVE: frozenset({"stored", "exists"}),
-    JobKind.DEMOTE: frozenset({"stored", "exists"}),
-    JobKind.PROMOTE: frozenset({"stored", "exists"}),
-    JobKind.LOAD: frozenset({"hit"}),
+    JobKind.SAVE: PUT_HELD,
+    JobKind.DEMOTE: PUT_HELD,
+    JobKind.PROMOTE: PUT_HELD,
+    JobKind.LOAD: frozenset({Status.HIT}),
 }
 _NOT_THERE: Final = {
-    JobKind.SAVE: frozenset({"no_parent", "no_room", "refused"}),
-    JobKind.DEMOTE: frozenset({"no_parent", "no_room", "refused"}),
-    JobKind.PROMOTE: frozenset({"no_parent", "no_room", "refused"}),
-    JobKind.LOAD: frozenset({"miss", *BAD}),
+    JobKind.SAVE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
+    JobKind.DEMOTE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
+    JobKind.PROMOTE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
+    JobKind.LOAD: frozenset({Status.MISS, *BAD_PAGE}),
 }
 
 
@@ -57,13 +56,14 @@ class Moves:
         if self.watched and (keys := tuple(victim.key for victim in victims)):
             self._fresh.append(Removed(tier=DEVICE, keys=keys))
 
-    def ended(self, job: JobRecord, results: Sequence[str], into: TierState) -> None:
+    def ended(self, job: JobRecord, results: Sequence[Status], into: TierState) -> None:
         """A job says of each of its blocks what became of it, in the tier that it read or wrote."""
         if not self.watched:
             return
         tier, off = into.name, into.state is BreakerState.OFF
         if job.kind is JobKind.PROBE:
-            self._went(tier, (key for key, result in zip(job.keys, results, strict=True) if result == "absent"))
+            absent = Status.ABSENT
+            self._went(tier, (key for key, result in zip(job.keys, results, strict=True) if result == absent))
             return
         there = _THERE[job.kind]
         at = 0
@@ -78,7 +78,7 @@ class Moves:
             self._went(job.store, (job.keys[bad],))
         if bad is None or results[bad] not in _NOT_THERE[job.kind]:
             return
-        orphan = results[bad] == "no_parent" and job.start + bad > 0
+        orphan = results[bad] == Status.NO_PARENT and job.start + bad > 0
         before = [job.keys[bad - 1] if bad else job.parent] if orphan else []
         self._went(tier, (*before, job.keys[bad]))
 

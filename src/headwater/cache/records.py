@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.index.base import Hold
 
 
@@ -40,7 +40,7 @@ class JobRecord:
     copied: bool = False  # a Save that has read them; a Demote reads none
     after: int = 0  # of a Save or Demote: the job that is to end before it
     slots: tuple[int, ...] = ()  # of a Load whose request left: not to be used before the job ends
-    results: tuple[str, ...] | None = None  # of a Load that ended before the one in front of it
+    results: tuple[Status, ...] | None = None  # of a Load that ended before the one in front of it
 
     @property
     def into(self) -> str:

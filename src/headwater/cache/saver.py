@@ -22,9 +22,9 @@ from headwater.config import SaveWhen
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Demote, Save
 from headwater.core.keys import BlockKey
+from headwater.core.results import PUT_HELD, Status
 from headwater.index.base import Hold, PrefixIndex, Victim
 
-_HELD: Final = frozenset({"stored", "exists"})
 _MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are saved on eviction
 _LOST: Final = "source_evicted"  # why a block is dropped that neither the source of a Demote nor the device has
 
@@ -108,7 +108,7 @@ class Saver:
             self._jobs.tiers[job.store].num_pinning -= 1
             self._index.unpin(job.pin)
 
-    def saved(self, job: JobRecord, results: Sequence[str], request: RequestRecord | None, now_s: float) -> None:
+    def saved(self, job: JobRecord, results: Sequence[Status], request: RequestRecord | None, now_s: float) -> None:
         """A Save has ended: what is not held is not marked any more."""
         self.copied(job)
         first_bad = _first_bad(results)
@@ -116,7 +116,7 @@ class Saver:
             self._drop(job, results)
             self._not_held(job, results, first_bad, request, now_s)
 
-    def demoted(self, job: JobRecord, results: Sequence[str], request: RequestRecord | None, now_s: float) -> None:
+    def demoted(self, job: JobRecord, results: Sequence[Status], request: RequestRecord | None, now_s: float) -> None:
         """A Demote has ended. What its source did not have is brought in another way, or dropped."""
         first_bad = _first_bad(results)
         if first_bad is None:
@@ -130,7 +130,7 @@ class Saver:
             self._unmark(job, one.bit, start, request)
         refusal = self._elsewhere(job, source, start, request, now_s)
         if refusal is not None:
-            num_lost = sum(result not in _HELD for result in results)
+            num_lost = sum(result not in PUT_HELD for result in results)
             self._accounts.add("dropped_blocks_total", num_lost, tier=tier.name, reason=refusal)
 
     def _elsewhere(
@@ -149,17 +149,17 @@ class Saver:
     def _repin(self, job: JobRecord) -> Hold | None:
         return None if job.pin is None else self._index.repin(job.pin)
 
-    def _drop(self, job: JobRecord, results: Sequence[str]) -> None:
+    def _drop(self, job: JobRecord, results: Sequence[Status]) -> None:
         for result in results:
-            if result not in _HELD:
+            if result not in PUT_HELD:
                 self._accounts.add("dropped_blocks_total", 1, tier=job.into, reason=result)
 
     def _not_held(
-        self, job: JobRecord, results: Sequence[str], first_bad: int, request: RequestRecord | None, now_s: float
+        self, job: JobRecord, results: Sequence[Status], first_bad: int, request: RequestRecord | None, now_s: float
     ) -> None:
         """A store did not take all of a row."""
         tier = self._jobs.tiers[job.into]
-        lost_path = results[first_bad] == "no_parent" and first_bad == 0 and job.start > 0
+        lost_path = results[first_bad] == Status.NO_PARENT and first_bad == 0 and job.start > 0
         self._unmark(job, tier.bit, 0 if lost_path else job.start + first_bad, request)
         if lost_path and request is not None and tier.refuses_save(self._jobs.block_bytes, now_s) is None:
             # The store evicted the blocks before: write the whole path.
@@ -267,5 +267,5 @@ class Saver:
         )
 
 
-def _first_bad(results: Sequence[str]) -> int | None:
-    return next((i for i, result in enumerate(results) if result not in _HELD), None)
+def _first_bad(results: Sequence[Status]) -> int | None:
+    return next((i for i, result in enumerate(results) if result not in PUT_HELD), None)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from headwater.cache.custody import Custody
-from headwater.cache.executor import Executor, MonotonicClock, MoveListener, Recorder
+from headwater.cache.executor import Executor, MonotonicClock, Recorder
 from headwater.cache.match import DEVICE
 from headwater.cache.misses import MissBrain
 from headwater.cache.state import Brain
@@ -56,7 +56,7 @@ class Shell:
         self._lock = threading.RLock()  # re-entered where an executor reports at once, as in virtual time
         self._changed = threading.Condition(self._lock)
         self._closed = False
-        self._announcer: MoveListener | None = None
+        self._announcer: ev.MoveListener | None = None
         self._custody = Custody()
         self._old = Custody()  # what brains before this one promised
         self._off: dict[str, str] = {}  # stores that are switched off, and why
@@ -78,7 +78,7 @@ class Shell:
             self._changed.notify_all()
         self.notice()
 
-    def announce(self, to: MoveListener) -> None:
+    def announce(self, to: ev.MoveListener) -> None:
         """From now on, say which blocks come and go. To be called while nothing is known yet: it hears all or none."""
         with self._lock:
             if len(self.brain.index) or self.brain.requests:

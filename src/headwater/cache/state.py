@@ -36,7 +36,7 @@ from headwater.core.events import Event, Instruction
 from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
-from headwater.core.results import Reason
+from headwater.core.results import STORE_TROUBLE, Reason, Status
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
@@ -44,6 +44,8 @@ from headwater.policy import policy_by_name
 
 _GHOSTS_PER_SLOT: Final = 4
 _LOW_SHARE: Final = 8  # with less than one in so many slots free, blocks that leave next are saved
+
+_STATUSES: Final = {Reason.LATE: Status.LATE, Reason.CANCELLED: Status.CANCELLED}  # of blocks whose job failed
 
 
 class Brain:
@@ -359,9 +361,9 @@ class Brain:
             return
         tier = self.tiers[job.store]
         if len(event.results) != job.end - job.start:
-            self._end(job, ("failed",) * (job.end - job.start), Reason.FAILED, event.now_s)
+            self._end(job, (Status.FAILED,) * (job.end - job.start), Reason.FAILED, event.now_s)
             return
-        whole = not {"failed", "late"}.intersection(event.results)  # one that was cut short tells nothing of speed
+        whole = STORE_TROUBLE.isdisjoint(event.results)  # one that was cut short tells nothing of speed
         if job.kind is JobKind.LOAD and whole:
             lag_s = event.now_s - job.begun_s - event.seconds if job.alone else None
             tier.loaded(event.num_bytes, event.seconds, lag_s, event.now_s)
@@ -372,9 +374,11 @@ class Brain:
     def _job_failed(self, event: ev.JobFailed) -> None:
         job = self.jobs.end(event.job)
         if job is not None:
-            self._end(job, (event.failure.value,) * (job.end - job.start), event.failure, event.now_s)
+            self._end(
+                job, (_STATUSES.get(event.failure, Status.FAILED),) * (job.end - job.start), event.failure, event.now_s
+            )
 
-    def _end(self, job: JobRecord, results: tuple[str, ...], failure: Reason | None, now_s: float) -> None:
+    def _end(self, job: JobRecord, results: tuple[Status, ...], failure: Reason | None, now_s: float) -> None:
         if not job.stuck:  # that was held against the store already
             self.jobs.judge(job, results, failure, now_s)
         self.moves.ended(job, results, self.tiers[job.into])

@@ -76,7 +76,7 @@ class Breaker:
             self._until_s = now_s + self._pause_s
 
     def undecided(self, now_s: float) -> None:
-        """A probe came back in time and proved nothing, such as a `contains` that found nothing. The next may be made now."""
+        """A probe came back in time and proved nothing: a `contains` that found nothing. The next may be made now."""
         if self.state is BreakerState.HALF_OPEN:
             self.state = BreakerState.OPEN
             self._until_s = now_s

@@ -1,8 +1,9 @@
 """What the brain hears and what it says: plain values that survive JSON.
 
-Events come in (what an engine asks for, what became of a job), instructions go out (what the executor shall do, what the
-engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and executor
-may live in different processes, and an incident is a file of events that can be handled again (`encode`, `decode`).
+Events come in (what an engine asks for, what became of a job), instructions go out (what the executor shall do, what
+the engine may do). Both are frozen and hold nothing but numbers, text, bytes and tuples of them, so that brain and
+executor may live in different processes, and an incident is a file of events that can be handled again (`encode`,
+`decode`).
 
 Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
 A *job* is one instruction to the executor, by number. Each job ends with exactly one JobDone or JobFailed, whatever
@@ -11,12 +12,12 @@ happens to it; what comes after that is ignored. One whose copy hangs has not en
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias, get_args, get_origin, get_type_hints
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 
 NO_TENANT: Final = bytes(16)
 
@@ -127,13 +128,13 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Probe "held" or "absent"; for a Load a store's get status; for Save, Demote and Promote a put status, or of a
-    Demote "miss" where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
+    For a Probe HELD or ABSENT; for a Load what a get answers; for Save, Demote and Promote what a put answers, or of a
+    Demote MISS where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
     stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
 
     job: int
-    results: tuple[str, ...]
+    results: tuple[Status, ...]
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -143,7 +144,7 @@ class JobFailed(Event):
     """A job ended without a result. A Load that failed may have written to some slots, and writes to none any more."""
 
     job: int
-    failure: Reason
+    failure: Reason  # one of JOB_FAILURES
     why: str = ""
 
 
@@ -293,6 +294,17 @@ class TierLost(Instruction):
     tier: str
 
 
+Move: TypeAlias = Stored | Removed | TierLost
+
+
+class MoveListener(Protocol):
+    """Who hears what is in which tier; `residency/publisher.py` has one that tells the cluster."""
+
+    def offer(self, moves: Sequence[Move]) -> None:
+        """Hear what came to a tier or left one, in order. Must neither block nor raise."""
+        ...
+
+
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
@@ -319,7 +331,12 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
         fields = {name: _lively(field) for name, field in document.items() if name != "is"}
         kind = _KINDS[document["is"]]
         if kind is JobFailed:
-            fields["failure"] = Reason(fields["failure"])
+            fields["failure"] = failure = Reason(fields["failure"])
+            if failure not in JOB_FAILURES:
+                raise ValueError(f"no job fails for {failure.value!r}")
+        elif kind is JobDone:
+            known = {word: Status(word) for word in set(fields["results"])}  # few, of thousands
+            fields["results"] = tuple(map(known.__getitem__, fields["results"]))
         value = kind(**fields)
         hints = _HINTS[kind]
         wrong = [name for name, field in fields.items() if not _fits(field, hints[name])]
@@ -356,7 +373,7 @@ def _fits(value: object, hint: Any) -> bool:
             return False
         if items[-1] is Ellipsis:
             plain = getattr(items[0], "__supertype__", items[0])
-            if plain in (int, str, bytes):  # thousands of them, of one type
+            if plain in (int, str, bytes, Status):  # thousands of them, of one type
                 return set(map(type, value)) <= {plain}
             return all(_fits(item, items[0]) for item in value)
         return len(value) == len(items) and all(map(_fits, value, items))

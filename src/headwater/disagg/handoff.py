@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Protocol
 
-from headwater.attention_store import MoveListener
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Stored
+from headwater.core.events import MoveListener, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens
 from headwater.core.results import Reason

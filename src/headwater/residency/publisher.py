@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from headwater.config import ResidencyConfig
-from headwater.core.events import Removed, Stored, TierLost
+from headwater.core.events import Move, Removed, Stored
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics
 from headwater.residency.base import Residency
@@ -87,7 +87,7 @@ class Publisher:
 
     # --- the cache's side ---------------------------------------------------------------------------------------------
 
-    def offer(self, moves: Iterable[Stored | Removed | TierLost]) -> None:
+    def offer(self, moves: Iterable[Move]) -> None:
         """Hear what came to a tier or left one, in order. Does not block, does not raise."""
         with self._changed:
             for move in moves:

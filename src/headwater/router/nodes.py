@@ -155,13 +155,13 @@ class NodeTable:
             raise NameTaken(f"a newer process is called {heartbeat.node}: give this one another name, or end it")
         if heartbeat.epoch > known.epoch and _host(heartbeat.url) != _host(known.url):
             raise NameTaken(
-                f"{heartbeat.node} is the name of a node at {known.url}, and not of one at {heartbeat.url}: give each node a "
-                "name of its own, or end that one first"
+                f"{heartbeat.node} is the name of a node at {known.url}, and not of one at {heartbeat.url}: give each "
+                "node a name of its own, or end that one first"
             )
         if heartbeat.epoch == known.epoch and (heartbeat.url, heartbeat.role) != (known.url, known.role):
             raise NodeRefused(
-                f"{heartbeat.node} is the {known.role} node at {known.url}, and not the {heartbeat.role} node at {heartbeat.url}: "
-                "give each node a name of its own"
+                f"{heartbeat.node} is the {known.role} node at {known.url}, and not the {heartbeat.role} node at "
+                f"{heartbeat.url}: give each node a name of its own"
             )
 
     def expire(self, now_s: float) -> list[str]:
@@ -299,8 +299,8 @@ def _require_fit(here: Heartbeat, heartbeat: Heartbeat) -> None:
         )
     if heartbeat.layout != here.layout:
         raise NodeRefused(
-            f"{heartbeat.node} has the KV layout {heartbeat.layout[:12]} and {here.node}, which is here, {here.layout[:12]}: "
-            "start all nodes with the same model and the same KV dtype"
+            f"{heartbeat.node} has the KV layout {heartbeat.layout[:12]} and {here.node}, which is here, "
+            f"{here.layout[:12]}: start all nodes with the same model and the same KV dtype"
         )
     if heartbeat.identity != here.identity:
         raise NodeRefused(

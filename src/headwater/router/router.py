@@ -178,8 +178,8 @@ class Router:
     def _require_reach(self, heartbeat: Heartbeat) -> None:
         if self.config.node_key.own and not is_loopback(urlsplit(heartbeat.url).hostname or ""):
             raise NodeRefused(
-                f"this router was given no node key, so it takes nodes on loopback only, and none at {heartbeat.url}: start "
-                "all of them with --node-key-file"
+                f"this router was given no node key, so it takes nodes on loopback only, and none at {heartbeat.url}: "
+                "start all of them with --node-key-file"
             )
 
     def _compare_clocks(self, heartbeat: Heartbeat) -> None:

@@ -1,8 +1,8 @@
 """Waiting until the pool has been seen to hold pages (rule 7), for many prompts at once.
 
-One look at a time asks the pool for the pages of everybody who waits, on a thread of its own: however many wait, the
-pool gets one call after the other, and a probe's time runs from when it begins. Everybody gets one look at least. Probes
-become rarer while they see nothing new. Who stops waiting is probed for no more.
+One probe at a time asks the pool for the pages of everybody who waits, on a thread of its own: however many wait, the
+pool gets one call after the other, and a probe's time runs from when it begins. Everybody gets one probe at least.
+Probes become rarer while they see nothing new. Who stops waiting is probed for no more.
 
 For one event loop; `close` it there.
 """

@@ -68,8 +68,8 @@ class Deadline:
 class Store(ABC):
     """Keeps frames under names. All calls may come from several threads.
 
-    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`), and never of its class: what is
-    wrapped can still do it.
+    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`), and never of its class: what
+    is wrapped can still do it.
     """
 
     @property

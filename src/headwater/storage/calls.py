@@ -297,7 +297,8 @@ class Calls:
         else:
             try:
                 answers = list(call.work())
-                if len(answers) != call.num_pages or not all(isinstance(one, sort.kind) for one in answers):
+                typed = len(answers) == call.num_pages and all(isinstance(one, sort.kind) for one in answers)
+                if not typed or not sort.answers.issuperset(answers):
                     end, why = CallEnd.RAISED, f"{self.name} gave no {sort.kind.__name__} for each of its pages"
             except BaseException as error:  # noqa: BLE001  foreign code: a thread that dies would take a place with it
                 end, why = CallEnd.RAISED, f"{self.name} raised {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from headwater.core.results import Status
+from headwater.core.results import DELETE_ANSWERS, GET_ANSWERS, PUT_ANSWERS, Status
 from headwater.storage.base import Deadline
 
 S = TypeVar("S")
@@ -33,15 +33,16 @@ class Sort(Generic[S]):
 
     name: str
     kind: type
+    answers: frozenset[S]  # that make sense
     late: S
     failed: S
     hurried: bool  # somebody waits for it
 
 
-PUT: Final = Sort("put", Status, Status.LATE, Status.FAILED, hurried=False)
-GET: Final = Sort("get_into", Status, Status.LATE, Status.FAILED, hurried=True)
-CONTAINS: Final = Sort("contains", bool, late=False, failed=False, hurried=True)
-DELETE: Final = Sort("delete", Status, Status.LATE, Status.FAILED, hurried=False)
+PUT: Final = Sort("put", Status, PUT_ANSWERS, Status.LATE, Status.FAILED, hurried=False)
+GET: Final = Sort("get_into", Status, GET_ANSWERS, Status.LATE, Status.FAILED, hurried=True)
+CONTAINS: Final = Sort("contains", bool, frozenset({True, False}), late=False, failed=False, hurried=True)
+DELETE: Final = Sort("delete", Status, DELETE_ANSWERS, Status.LATE, Status.FAILED, hurried=False)
 
 
 class Pending(Generic[S]):

@@ -13,14 +13,14 @@ and what their digests must be, `settle` hears what it found.
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
-from headwater.core.results import Status
+from headwater.core.results import GET_ANSWERS, Status
 from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
 from headwater.layout.frame import Fault, expect, header_bytes, parse, vouched
 from headwater.layout.headers import copies, vouched_all
@@ -319,7 +319,8 @@ class VerifiedStore(Store):
 
 def _a_miss(status: object) -> Status:
     """What a store said of a page that it did not give. The plain word "hit" equals HIT, and is none."""
-    return status if isinstance(status, Status) and status is not Status.HIT else Status.FAILED
+    return status if isinstance(status, Status) and status in _MISSES else Status.FAILED
 
 
 _FAULTS = frozenset(Status(fault.value) for fault in Fault)
+_MISSES: Final = GET_ANSWERS - {Status.HIT}

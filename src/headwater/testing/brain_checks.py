@@ -12,7 +12,7 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
-from headwater.core.results import Reason
+from headwater.core.results import MISS_REASONS
 from headwater.index.slots import SlotState
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def check_bill(world: "World", one: ev.Finished, guest: "WorldRequest") -> None:
     hits = {DEVICE: guest.base, **guest.loaded}
     assert dict(one.hit_tokens) == {tier: num * size for tier, num in hits.items() if num}, "hits that were none"
     assert all(tokens > 0 for _, tokens in (*one.hit_tokens, *one.miss_tokens))
-    assert {reason for reason, _ in one.miss_tokens} <= set(Reason)
+    assert {reason for reason, _ in one.miss_tokens} <= MISS_REASONS
     assert one.num_tokens == guest.num_prompt * size
     assert one.num_tokens == sum(tokens for _, tokens in (*one.hit_tokens, *one.miss_tokens)), "not all told"
     assert one.loaded_bytes == sum(guest.loaded.values()) * world.config.block_bytes

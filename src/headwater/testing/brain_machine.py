@@ -16,18 +16,45 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from headwater.config import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
-from headwater.core.results import Reason
+from headwater.core.results import JOB_FAILURES, Reason, Status
 from headwater.testing.brain_world import ROOTS, Errand, World, WorldRequest, into
 from headwater.testing.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
 NAMES: Final = ("a", "b", "#c", "=d")  # two that a careless encoding would change
 RESULTS: Final[dict[type[ev.Job], tuple[str, ...]]] = {
-    ev.Probe: ("held", "absent"),
-    ev.Load: ("hit", "hit", "hit", "miss", "late", "failed", "corrupt", "stale"),
-    ev.Save: ("stored", "exists", "no_parent", "no_room", "late", "failed", "refused"),
-    ev.Demote: ("stored", "exists", "miss", "miss", "no_parent", "no_room", "late", "failed", "refused"),
-    ev.Promote: ("stored", "exists", "no_parent", "no_room", "late", "failed"),
+    ev.Probe: (Status.HELD, Status.ABSENT),
+    ev.Load: (
+        Status.HIT,
+        Status.HIT,
+        Status.HIT,
+        Status.MISS,
+        Status.LATE,
+        Status.FAILED,
+        Status.CORRUPT,
+        Status.STALE,
+    ),
+    ev.Save: (
+        Status.STORED,
+        Status.EXISTS,
+        Status.NO_PARENT,
+        Status.NO_ROOM,
+        Status.LATE,
+        Status.FAILED,
+        Status.REFUSED,
+    ),
+    ev.Demote: (
+        Status.STORED,
+        Status.EXISTS,
+        Status.MISS,
+        Status.MISS,
+        Status.NO_PARENT,
+        Status.NO_ROOM,
+        Status.LATE,
+        Status.FAILED,
+        Status.REFUSED,
+    ),
+    ev.Promote: (Status.STORED, Status.EXISTS, Status.NO_PARENT, Status.NO_ROOM, Status.LATE, Status.FAILED),
 }
 
 PATHS: Final = ("0000", "000000", "000100", "00100", "00", "010", "1000", "101", "1", "")  # they share, and part
@@ -205,7 +232,7 @@ class BrainMachine(RuleBasedStateMachine):
     def go_wrong(self, which: int, path: str, dice: random.Random) -> None:
         """A job ends without a result."""
         if errand := self.errand(which):
-            self.world.fail(errand, dice.choice(list(Reason)))
+            self.world.fail(errand, dice.choice(sorted(JOB_FAILURES)))
 
     def go_on(self, which: int, path: str, dice: random.Random) -> None:
         """A load writes, long before it ends, and may be stuck; another job has read its blocks, or says so."""
@@ -277,7 +304,9 @@ class BrainMachine(RuleBasedStateMachine):
         if job not in world.errands:
             world.ignore(ev.Copied(now_s=now_s, job=job))
             world.ignore(ev.Stuck(now_s=now_s, job=job))
-            world.ignore(ev.JobDone(now_s=now_s, job=job, results=("hit", "stored"), num_bytes=20, seconds=1.0))
+            world.ignore(
+                ev.JobDone(now_s=now_s, job=job, results=(Status.HIT, Status.STORED), num_bytes=20, seconds=1.0)
+            )
             world.ignore(ev.JobFailed(now_s=now_s, job=job, failure=Reason.LATE))
         if guest := self.guest(which):
             keys = tuple(path_keys([7, *as_tokens(path)]))

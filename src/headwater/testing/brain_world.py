@@ -22,12 +22,12 @@ from headwater.config import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.index.slots import SlotState
 from headwater.testing import brain_checks
 from headwater.testing.index_machine import NOBODY, child_key, path_keys
 
-HELD: Final = ("stored", "exists")
+HELD: Final = (Status.STORED, Status.EXISTS)
 TENANTS: Final = (ev.NO_TENANT, b"another tenant..")
 ROOTS: Final = (NOBODY, child_key(NOBODY, 255))
 
@@ -41,7 +41,7 @@ class Errand:
     start: int  # depth of its first block
     copied: bool = False
     cancelled: bool = False
-    results: tuple[str, ...] | None = None
+    results: tuple[Status, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -242,47 +242,47 @@ class World:
         errand.copied = True
         assert self.tell(ev.Copied(now_s=self.now_s, job=errand.order.job)) == []
 
-    def honest(self, errand: Errand) -> tuple[str, ...]:
+    def honest(self, errand: Errand) -> tuple[Status, ...]:
         """What a store does with a job that goes well."""
         order = errand.order
         store = self.stores[order.store]
         if isinstance(order, ev.Probe):
-            return tuple("held" if key in store else "absent" for key in order.keys)
+            return tuple(Status.HELD if key in store else Status.ABSENT for key in order.keys)
         there = list(itertools.takewhile(lambda key: key in store, order.keys))
         if isinstance(order, ev.Load):
-            return ("hit",) * len(there) + ("miss",) * (len(order.keys) - len(there))
+            return (Status.HIT,) * len(there) + (Status.MISS,) * (len(order.keys) - len(there))
         if isinstance(order, ev.StoreCopy):
-            lacking = "miss" if isinstance(order, ev.Demote) else "failed"
+            lacking = Status.MISS if isinstance(order, ev.Demote) else Status.FAILED
             return self.put(order.target, there) + (lacking,) * (len(order.keys) - len(there))
         return self.put(order.store, order.keys)
 
-    def put(self, store: str, keys: Sequence[BlockKey]) -> tuple[str, ...]:
+    def put(self, store: str, keys: Sequence[BlockKey]) -> tuple[Status, ...]:
         """A store that knows parents takes blocks."""
         held, results = self.stores[store], []
         for key in keys:
             parent, depth, _ = self.origin[key]
             if key in held:
-                results.append("exists")
+                results.append(Status.EXISTS)
             elif depth and parent not in held:
-                results.append("no_parent")
+                results.append(Status.NO_PARENT)
             elif len(held) >= self.room.get(store, 1 << 30):
-                results.append("no_room")
+                results.append(Status.NO_ROOM)
             else:
                 held.add(key)
-                results.append("stored")
+                results.append(Status.STORED)
         return tuple(results)
 
-    def end(self, errand: Errand, results: Sequence[str] | None = None, *, seconds: float = 0.0) -> None:
-        """A job is done."""
+    def end(self, errand: Errand, words: Sequence[str] | None = None, *, seconds: float = 0.0) -> None:
+        """A job is done; `words`: how, if not as its store would have it."""
         order = errand.order
-        results = self.honest(errand) if results is None else tuple(results)
+        results = self.honest(errand) if words is None else tuple(map(Status, words))
         fits = len(results) == len(order.keys)
         if isinstance(order, ev.Load):
             self.write(errand)
             for key, slot, result in zip(order.keys, order.slots, results, strict=False):
-                if result == "hit":
+                if result == Status.HIT:
                     self.content[slot] = key
-        num_bytes = self.config.block_bytes * sum(result in ("hit", *HELD) for result in results)
+        num_bytes = self.config.block_bytes * sum(result in (Status.HIT, *HELD) for result in results)
         event = ev.JobDone(
             now_s=self.now_s, job=order.job, results=results, num_bytes=num_bytes, seconds=seconds
         )  # fmt: skip
@@ -293,18 +293,20 @@ class World:
         self.write(errand)
         self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, failure=failure, why="so it is"))
 
-    def _ended(self, errand: Errand, results: tuple[str, ...] | None, event: ev.Event) -> None:
+    def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         order, guest = errand.order, errand.guest
-        errand.results = results if results is not None else ("failed",) * len(order.keys)
+        errand.results = results if results is not None else (Status.FAILED,) * len(order.keys)
         del self.errands[order.job]
         if isinstance(order, ev.Save | ev.Demote):
             num_held = num_leading(errand.results, HELD)
             for key in order.keys[num_held:]:
                 self.claims[into(order), key].discard(order.job)
-                if "miss" in errand.results[num_held : num_held + 1]:  # whoever said that the source has it was wrong
+                if (
+                    Status.MISS in errand.results[num_held : num_held + 1]
+                ):  # whoever said that the source has it was wrong
                     self.claims[order.store, key] &= set(self.errands)
         elif isinstance(order, ev.Load):
-            for key in order.keys[: num_leading(errand.results, ("hit",))]:
+            for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)
             if guest is not None:
                 self._settle(guest)
@@ -314,7 +316,7 @@ class World:
                 guest.said[order.target] |= {key for key, result in pairs if result in HELD}
             elif isinstance(order, ev.Probe) and results is not None and isinstance(event, ev.JobDone):
                 pairs = zip(order.keys, results, strict=True)
-                guest.said[order.store] = {key for key, result in pairs if result == "held"}
+                guest.said[order.store] = {key for key, result in pairs if result == Status.HELD}
         self.tell(event, guest)
 
     def _settle(self, guest: WorldRequest) -> None:
@@ -325,7 +327,7 @@ class World:
             if load.results is None:
                 return
             if load.start == guest.num_done:
-                num_hit = num_leading(load.results, ("hit",))
+                num_hit = num_leading(load.results, (Status.HIT,))
                 guest.num_done += num_hit
                 guest.loaded[load.order.store] += num_hit
 
@@ -530,7 +532,7 @@ class World:
         brain_checks.check_closed(self)
 
 
-def num_leading(results: Sequence[str], good: Sequence[str]) -> int:
+def num_leading(results: Sequence[Status], good: Sequence[Status]) -> int:
     """How many leading results are good."""
     return next((i for i, result in enumerate(results) if result not in good), len(results))
 

@@ -13,6 +13,7 @@ from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
 from headwater.core.page import page_name
+from headwater.core.results import Status
 from headwater.residency.events import TIERS
 from headwater.residency.memory import MemoryResidency
 from headwater.storage.memory import MemoryStore
@@ -22,8 +23,18 @@ from headwater.testing.cache_machine import TieredCacheMachine
 from headwater.testing.clock import FakeClock
 from headwater.testing.residency_machine import Ear, soon, states
 
-GOOD = ("stored", "exists", "hit")
-NOT_THERE = ("no_parent", "no_room", "refused", "miss", "corrupt", "foreign", "short", "stale", "unknown_version")
+GOOD = (Status.STORED, Status.EXISTS, Status.HIT)
+NOT_THERE = (
+    Status.NO_PARENT,
+    Status.NO_ROOM,
+    Status.REFUSED,
+    Status.MISS,
+    Status.CORRUPT,
+    Status.FOREIGN,
+    Status.SHORT,
+    Status.STALE,
+    Status.UNKNOWN_VERSION,
+)
 
 
 class ListeningWorld(World):
@@ -36,13 +47,13 @@ class ListeningWorld(World):
         for brain in (self.brain, self.twin):
             brain.moves.watched = True
 
-    def _ended(self, errand: Errand, results: tuple[str, ...] | None, event: ev.Event) -> None:
+    def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         """What a job showed of a store, block by block, up to the first of which nobody knows more."""
         order = errand.order
         name = order.target if isinstance(order, ev.StoreCopy) else order.store
         off = self.brain.tiers[name].state is BreakerState.OFF
         for key, result in zip(order.keys, results or (), strict=False):
-            if result == "absent":
+            if result == Status.ABSENT:
                 self.seen[name].discard(key)
             elif result in GOOD and not off:
                 self.seen[name].add(key)
@@ -51,7 +62,7 @@ class ListeningWorld(World):
             self.seen[order.store].discard(order.keys[first])
         elif results is not None and first is not None and results[first] in NOT_THERE:
             self.seen[name].discard(order.keys[first])
-            if results[first] == "no_parent":
+            if results[first] == Status.NO_PARENT:
                 self.seen[name].discard(self.origin[order.keys[first]][0])
         super()._ended(errand, results, event)
 

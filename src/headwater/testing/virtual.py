@@ -1,9 +1,9 @@
 """An engine and its executor in virtual time: the production brain, jobs, stores and verification, without a thread.
 
-`VirtualExecutor` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as late
-as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is what
-an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether the
-bytes that the cache gives it are those.
+`VirtualExecutor` runs the code of `transfer/executor/jobs.py` when it is told to, one job at a time, in any order, as
+late as one likes; so any order of jobs that threads could bring can be chosen, and chosen again. `SimulatedEngine` is
+what an engine does around a TieredCache: it computes blocks (writes bytes that follow from the key), and looks whether
+the bytes that the cache gives it are those.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from headwater.config import CacheConfig, TierConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Cancel, Event, Finished, Instruction, Job, Probe
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
@@ -111,7 +111,7 @@ class VirtualExecutor:
                     self.ledger.admit(job)
                     self.queued.append(job)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """Everything takes its turn here."""
         return None
 
@@ -225,7 +225,7 @@ class EngineExecutor(Protocol):
         """Put a store right."""
         ...
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """An answer from memory."""
         ...
 

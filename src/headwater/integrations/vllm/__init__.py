@@ -7,8 +7,8 @@ vLLM owns the device: it allocates blocks, shares them between requests and evic
 processes. So brain and executor are in different processes, and talk through vLLM's own steps:
 
     EngineCore: `scheduler.py`                    each worker: `worker.py`
-    the brain (`cache/lent.py`), which lends      the executor (`transfer/executor/worker.py`) on the KV tensors that vLLM
-    vLLM's blocks instead of counting slots       registered (`registered.py`), and the stores
+    the brain (`cache/lent.py`), which lends      the executor (`transfer/executor/worker.py`) on the KV tensors
+    vLLM's blocks instead of counting slots       that vLLM registered (`registered.py`), and the stores
          |   -- jobs, with the step's metadata -->   |
          |   <-- events, with the step's output --   |
     stores, only to be asked what they have (`step_executor.py`)
@@ -16,8 +16,8 @@ processes. So brain and executor are in different processes, and talk through vL
 On a GPU the executor and its stores are in another process still, beside each worker: `executor.py`.
 
 Nothing of the cache is here: what is looked up, loaded, saved, verified, dropped and counted is decided by the brain
-and done by the executor, the same that `headwater serve` runs. The attention store was the other choice: it has no tiers
-and no brain, and its calls block.
+and done by the executor, the same that `headwater serve` runs. The attention store was the other choice: it has no
+tiers and no brain, and its calls block.
 
 Nothing here is imported before it is asked for, and only `connector.py` and `stats.py` import vLLM.
 """

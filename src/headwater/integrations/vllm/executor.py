@@ -1,7 +1,7 @@
 """The executor: a process beside a worker of vLLM, which moves its blocks. vLLM's interpreter has no part in it.
 
     worker of vLLM: `worker.py`                       executor: `executor_main.py`
-    one message per job (`transfer/ranks/link.py`) -> the executor (`transfer/executor/`), the stores, pinned memory, and
+    one message per job (`transfer/ranks/link.py`) -> the jobs (`transfer/executor/`), the stores, pinned memory, and
                               <- what became of it    vLLM's KV tensors, mapped (`registered.py`)
 
 A process of its own has its own interpreter: looking up, verifying and publishing blocks costs tens of microseconds

@@ -1,9 +1,9 @@
 """What others hear of an engine's blocks: vLLM's KV events for our tiers, and the cluster's residency index.
 
-The brain says what came to a store and left it (`Stored`, `Removed`, `TierLost`), by our keys. For vLLM's listeners keys become
-the hashes that vLLM gave the same blocks, as long as they are remembered. What is on the device only vLLM knows: blocks
-are told to be there when they were computed or loaded, and vLLM's pool is asked again, some with each step, until one
-is not there any more. Where vLLM keeps no prefixes, nothing is told of the device.
+The brain says what came to a store and left it (`Stored`, `Removed`, `TierLost`), by our keys. For vLLM's listeners
+keys become the hashes that vLLM gave the same blocks, as long as they are remembered. What is on the device only vLLM
+knows: blocks are told to be there when they were computed or loaded, and vLLM's pool is asked again, some with each
+step, until one is not there any more. Where vLLM keeps no prefixes, nothing is told of the device.
 
 Called from the scheduler's thread, but for `offer`, which takes what any thread says. No vLLM here.
 """
@@ -12,25 +12,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headwater.cache.match import DEVICE
-from headwater.core.events import Removed, Stored, TierLost
+from headwater.core.events import Move, MoveListener, Removed, Stored, TierLost
 from headwater.core.keys import BlockKey
-
-Move = Stored | Removed | TierLost
 
 _REMEMBERED: Final = 1 << 18  # blocks of which vLLM's hash is known
 _MOST_QUEUED: Final = 1 << 14  # moves that nobody takes
 _ASKED_AT_ONCE: Final = 256  # blocks on the device, with each step
-
-
-class MoveListener(Protocol):
-    """Who is told (`residency/publisher.py`)."""
-
-    def offer(self, moves: Sequence[Move]) -> None:
-        """Hear what came and went. Must neither block nor raise."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

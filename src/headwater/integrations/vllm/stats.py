@@ -20,9 +20,9 @@ from vllm.distributed.kv_events import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from headwater.core.events import Removed, Stored
+from headwater.core.events import Move, Removed, Stored
 from headwater.integrations.vllm.counted import Counted, merged
-from headwater.integrations.vllm.kv_events import Move, Named
+from headwater.integrations.vllm.kv_events import Named
 from headwater.metrics import COUNTER, FAMILIES, PREFIX, Family, labels_of
 
 _MEDIA: Final = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE, "pool": "POOL"}

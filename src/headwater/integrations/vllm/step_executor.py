@@ -2,7 +2,8 @@
 
 What moves bytes is done by the workers, in other processes: jobs wait here until the next step takes them along
 (`take`), and what became of them comes with a step's output (`heard`). A job ends when every rank has said how, with
-what all of them agree on (`transfer/ranks/group_result.py`). Nothing is timed here: each worker ends its jobs by itself.
+what all of them agree on (`transfer/ranks/group_result.py`). Nothing is timed here: each worker ends its jobs by
+itself.
 
 Probes are done here, by `prober`: a worker without pages that has the same stores open. The stores of a node are shared
 by its processes, so nobody has to wait for a step to hear what is in them. A block whose load failed a moment ago is
@@ -34,7 +35,7 @@ from headwater.core.events import (
     Stuck,
 )
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.integrations.vllm.metadata import Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
@@ -60,7 +61,7 @@ class Prober(Protocol):
         """Begin to ask. Does not block."""
         ...
 
-    def contains_cached(self, probe: Probe, /) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe, /) -> tuple[Status, ...] | None:
         """The answer, if memory has it."""
         ...
 
@@ -132,7 +133,7 @@ class StepExecutor:
         if probes:
             self._prober.submit(probes)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """What stores know from memory."""
         seen = self._prober.contains_cached(probe)
         return None if seen is None else self._believed(probe, seen)
@@ -253,9 +254,9 @@ class StepExecutor:
         else:  # one that was there already is the one that could not be read
             with self._lock:
                 for key, result in zip(order.keys, done.results, strict=True):
-                    if result == "stored":
+                    if result == Status.STORED:
                         self._dropped.pop(key, None)
-            if self._others_write and "stored" in done.results:
+            if self._others_write and Status.STORED in done.results:
                 self._catch_up(order, order.target if isinstance(order, Demote) else order.store, now_s)
         return done
 
@@ -288,13 +289,13 @@ class StepExecutor:
                 self._off.add(event.store)
         self._tell(event)
 
-    def _believed(self, probe: Probe, seen: tuple[str, ...]) -> tuple[str, ...]:
+    def _believed(self, probe: Probe, seen: tuple[Status, ...]) -> tuple[Status, ...]:
         with self._lock:
             if not self._dropped or len(seen) != len(probe.keys):
                 return seen
             now_s = self._clock.monotonic()
             return tuple(
-                "absent" if self._dropped.get(key, 0.0) > now_s else one
+                Status.ABSENT if self._dropped.get(key, 0.0) > now_s else one
                 for key, one in zip(probe.keys, seen, strict=True)
             )
 

@@ -140,7 +140,7 @@ class Simulation:
                 engine.leave(request)
 
     def _work(self, engine: SimulatedEngine) -> None:
-        """The executor does one of their jobs, not the first in the queue and not at once."""
+        """The executor does one of its jobs, not the first in the queue and not at once."""
         executor = self._executor[engine.name]
         if executor.queued:
             slow = self._rng.random() < 0.02

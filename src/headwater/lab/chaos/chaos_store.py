@@ -1,7 +1,7 @@
 """A node's pool that goes wrong when it is told to: orders come by a file, what was done goes into another.
 
-`FaultOrders` are one node's: the newest is in `NAME.order`, and each is obeyed in the node's process, at the calls of its
-pool, so that a fault comes exactly before, in or after a write or a read. `haunt` hooks the methods of the store
+`FaultOrders` are one node's: the newest is in `NAME.order`, and each is obeyed in the node's process, at the calls of
+its pool, so that a fault comes exactly before, in or after a write or a read. `haunt` hooks the methods of the store
 itself: it stays what it is, with all that it can do besides, and what is damaged is damaged in the pool.
 
     die before | during | after     the process is killed (-9) before, in or after a write: after is behind the tail

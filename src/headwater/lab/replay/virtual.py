@@ -1,9 +1,9 @@
 """An executor in virtual time, over stores that count: a store is a set of names with a limit, and no byte moves.
 
 `CountingStore` keeps to what `storage.base` asks of a store: it takes no block without the one before it, evicts leaves
-only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs on
-such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each other,
-and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
+only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs
+on such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each
+other, and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
 
 Not here: bytes, verification (nothing is ever corrupt), and any decision but who leaves a full store.
 Invariants: each job ends exactly once. Events come in the order of their time, those of one moment in the order given.
@@ -55,9 +55,9 @@ class CountingStore:
         """Blocks held."""
         return len(self._blocks)
 
-    def contains(self, keys: Sequence[BlockKey]) -> list[str]:
+    def contains(self, keys: Sequence[BlockKey]) -> list[Status]:
         """Which blocks are there, as a Probe has it. Counts as no use."""
-        return ["held" if key in self._blocks else "absent" for key in keys]
+        return [Status.HELD if key in self._blocks else Status.ABSENT for key in keys]
 
     def get(self, keys: Sequence[BlockKey], *, now_s: float) -> list[Status]:
         """Read a row, up to the first block that is not there."""
@@ -182,7 +182,7 @@ class CountingExecutor:
         self._order += 1
         heapq.heappush(self._queue, (end_s, self._order, job.job, late))
 
-    def _run(self, job: Job, now_s: float) -> tuple[tuple[str, ...], int]:
+    def _run(self, job: Job, now_s: float) -> tuple[tuple[Status, ...], int]:
         """Do a job at the moment it ends: its results, and how many blocks it moved."""
         store = self._stores[job.store]
         if isinstance(job, Probe):

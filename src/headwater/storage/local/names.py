@@ -2,8 +2,8 @@
 
 Such a process (vLLM's scheduler) hears of every page that another writes, and has little time for that. So it keeps
 names, and nothing else: no places, no order in which pages leave, no free slots (`mirror.py`). That is a tenth of the
-work per page, and the records that are read are checked in the same way. Everything but `contains` and `contains_cached` is a
-LocalStore's, and works.
+work per page, and the records that are read are checked in the same way. Everything but `contains` and
+`contains_cached` is a LocalStore's, and works.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ import numpy as np
 from headwater.core.errors import InvalidCopy
 from headwater.core.events import Load, Save
 from headwater.core.page import PageName
-from headwater.core.results import Status
+from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, PUT_HELD, Status
 from headwater.layout.headers import write_headers
 from headwater.storage.base import Addressable, Clock, Reservation
 from headwater.storage.verified import Loan
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("headwater")
 
-_HELD: Final = frozenset({Status.STORED, Status.EXISTS})
-_HELD_OR_LATE: Final = _HELD | {Status.LATE}
+_HELD_OR_LATE: Final = PUT_HELD | {Status.LATE}
 _HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire
 _ROW_PAGES: Final = 128  # are borrowed in one call: to look them up takes less than to copy those before them
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
@@ -98,12 +97,12 @@ class InPlaceJobs:
 
     # --- out of a store -----------------------------------------------------------------------------------------------
 
-    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[str]:
+    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[Status]:
         """All blocks, in rows: while one is on its way the next is looked up.
 
         Blocks. Raises JobTrouble, or what staging raises.
         """
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         begun: list[_Row] = []
         try:
             for start, end in pairwise(self._cut(len(names))):
@@ -141,7 +140,7 @@ class InPlaceJobs:
         order: Load,
         names: Sequence[PageName],
         start: int,
-        results: list[str],
+        results: list[Status],
         begun: list[_Row],
     ) -> bool:
         """Borrow pages and have them copied. False: the row ends here. Does not wait for the bytes."""
@@ -150,7 +149,7 @@ class InPlaceJobs:
         for at in range(0, len(names), _ROW_PAGES):
             asked = names[at : at + _ROW_PAGES]
             lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
-            require(order.store, lent, at + len(asked), (Loan, Status))
+            require(order.store, lent, at + len(asked), GET_ANSWERS, Loan)
             if isinstance(lent[-1], Status):
                 lent += [Status.MISS] * (len(names) - len(lent))
                 break
@@ -185,7 +184,7 @@ class InPlaceJobs:
 
     # --- into a store -------------------------------------------------------------------------------------------------
 
-    def save(self, job: JobState, order: Save, results: list[str], todo: Sequence[int]) -> list[str]:
+    def save(self, job: JobState, order: Save, results: list[Status], todo: Sequence[int]) -> list[Status]:
         """The blocks `todo` of a row; the store has the others. Blocks. Raises JobTrouble, or what staging raises."""
         store = self._addressable(order.store)
         reserved: list[Reservation] = []
@@ -231,7 +230,7 @@ class InPlaceJobs:
         job: JobState,
         order: Save,
         places: Sequence[int],
-        results: list[str],
+        results: list[Status],
         reserved: list[Reservation],
         begun: list[_Slice],
     ) -> bool:
@@ -246,7 +245,7 @@ class InPlaceJobs:
         taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
         reserved += [one for one in taken if isinstance(one, Reservation)]
         time.sleep(_BREATH_S)
-        require(order.store, taken, len(places), (Reservation, Status))
+        require(order.store, taken, len(places), PUT_ANSWERS, Reservation)
         slots: dict[int, Reservation] = {}
         ends = False
         for i, one in zip(places, taken, strict=True):
@@ -273,7 +272,7 @@ class InPlaceJobs:
         begun.append(_Slice(list(slots), list(slots.values()), transfer))
         return not ends
 
-    def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[str]) -> bool:
+    def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[Status]) -> bool:
         """Wait for a slice's bytes, seal them, make them visible. False: the row ends here."""
         transfer = slice_.transfer
         self._see_through(job, transfer)
@@ -286,12 +285,12 @@ class InPlaceJobs:
         write_headers(views, metas, sizes, transfer.digests, now_ms=now_ms)
         time.sleep(_BREATH_S)
         statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
-        require(order.store, statuses, len(slice_.slots), Status)
+        require(order.store, statuses, len(slice_.slots), PUT_ANSWERS)
         for i, status in zip(slice_.places, statuses, strict=True):
             results[i] = status
         time.sleep(_BREATH_S)
         job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
-        return _HELD.issuperset(statuses)
+        return PUT_HELD.issuperset(statuses)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -318,7 +317,7 @@ class InPlaceJobs:
         return int(self._clock.time() * 1000)
 
 
-def fill_behind(results: list[str], good: str | tuple[str, ...], status: str) -> list[str]:
+def fill_behind(results: list[Status], good: Status | tuple[Status, ...], status: Status) -> list[Status]:
     """Behind the first result that is not good, what is undecided becomes `status`. Mutates and returns `results`."""
     wanted = (good,) if isinstance(good, str) else good
     first_bad = next((i for i, one in enumerate(results) if one not in wanted), len(results))

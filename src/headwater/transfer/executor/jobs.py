@@ -1,4 +1,4 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, copy. Runs in the threads of `worker.py`.
+"""What the executor does for each sort of job, step by step: probe, load, save, copy. Runs in `worker.py`'s threads.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
 slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
-from headwater.core.results import Reason, Status
+from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
@@ -92,7 +92,7 @@ class JobRunner:
             moved=self._moved,
         )
 
-    def run(self, job: JobState) -> list[str]:
+    def run(self, job: JobState) -> list[Status]:
         """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
 
         The results of a job that ended meanwhile mean nothing.
@@ -108,8 +108,8 @@ class JobRunner:
             return self._copy(job, order)
         raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
-    def contains_cached(self, order: Probe) -> tuple[str, ...] | None:
-        """A Look's answer from memory; None: there is none, or the store raised. Does not block."""
+    def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
+        """A Probe's answer from memory; None: there is none, or the store raised. Does not block."""
         store = self._tiers[order.store].store.cached_names()
         if store is None:
             return None
@@ -123,25 +123,25 @@ class JobRunner:
             held = call(order.store, contains_cached)
             if held is None:
                 return None
-            require(order.store, held, len(names), bool)
+            require(order.store, held, len(names), None, bool)
         except StoreTrouble:
             return None  # whatever it is, asking will show it
-        return _words(held)
+        return _statuses(held)
 
-    def _probe(self, job: JobState, order: Probe) -> list[str]:
+    def _probe(self, job: JobState, order: Probe) -> list[Status]:
         held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
         if job.deadline.expired:  # nor is "in doubt, or too late, False"
             raise JobTrouble(Reason.LATE, "the answer came after the deadline")
-        return list(_words(held))
+        return list(_statuses(held))
 
-    def _load(self, job: JobState, order: Load) -> list[str]:
+    def _load(self, job: JobState, order: Load) -> list[Status]:
         names = self._naming.names(order.keys)
         if self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[str] = [Status.LATE] * len(names)
+        results: list[Status] = [Status.LATE] * len(names)
         done = 0
         while done < len(names):
             with self._pages(job, len(names) - done) as pages:
@@ -167,10 +167,10 @@ class JobRunner:
                 return fill(results, done + 1, Status.MISS)
         return results
 
-    def _save(self, job: JobState, order: Save) -> list[str]:
+    def _save(self, job: JobState, order: Save) -> list[Status]:
         self._courtesy.wait()
         there = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
-        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
@@ -204,7 +204,7 @@ class JobRunner:
                 return fill(results, done, Status.NO_PARENT, todo)
         return results
 
-    def _copy(self, job: JobState, order: StoreCopy) -> list[str]:
+    def _copy(self, job: JobState, order: StoreCopy) -> list[Status]:
         """Sealed frames from one store to another, as they are.
 
         Through pages of our own: each is checked there, generation and digests, before the target sees it. A slot that
@@ -213,7 +213,7 @@ class JobRunner:
         names, target = self._naming.names(order.keys), self._tiers[order.target]
         demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
         there = self._contains(target, job, names) if demoting else [False] * len(names)
-        results: list[str] = [Status.EXISTS if one else Status.LATE for one in there]
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         done = 0
         while done < len(todo):
@@ -266,13 +266,13 @@ class JobRunner:
 
     def _contains(self, tier: TierStore, job: JobState, names: list[PageName]) -> list[bool]:
         held = call(tier.name, lambda: list(tier.store.contains(names, deadline=job.deadline)))
-        require(tier.name, held, len(names), bool)
+        require(tier.name, held, len(names), None, bool)
         return held
 
     def _read(self, job: JobState, items: list[Item]) -> list[Status]:
         reader = self._tiers[job.order.store].reader
         got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), Status)
+        require(job.order.store, got, len(items), GET_ANSWERS)
         return got
 
     def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
@@ -283,7 +283,7 @@ class JobRunner:
         tier = self._tiers[job.order.store]
         try:
             got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
-            require(tier.name, got, len(items), Status)
+            require(tier.name, got, len(items), GET_ANSWERS)
             return got
         except StoreTrouble as trouble:
             log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
@@ -303,14 +303,14 @@ class JobRunner:
                 )
             ),
         )
-        require(tier.name, statuses, len(unsealed), Status)
+        require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
         return statuses
 
     def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:
             return []
         statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), Status)
+        require(tier.name, statuses, len(items), PUT_ANSWERS)
         return statuses
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
@@ -319,8 +319,8 @@ class JobRunner:
         return num_bytes
 
 
-def _words(held: Sequence[bool]) -> tuple[str, ...]:
-    return tuple(map(("absent", "held").__getitem__, held))
+def _statuses(held: Sequence[bool]) -> tuple[Status, ...]:
+    return tuple(map((Status.ABSENT, Status.HELD).__getitem__, held))
 
 
 def _leading_hits(got: Sequence[Status]) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Save
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
 
@@ -112,7 +112,7 @@ class Ledger:
 
     # --- lock taken ---------------------------------------------------------------------------------------------------
 
-    def done(self, job: JobState, results: Sequence[str]) -> None:
+    def done(self, job: JobState, results: Sequence[Status]) -> None:
         """End a job with its results, unless it has ended."""
         with self.lock:
             if job.ended:
@@ -123,7 +123,7 @@ class Ledger:
                 JobDone(
                     now_s=self._clock.monotonic(),
                     job=job.order.job,
-                    results=tuple(map(str, results)),
+                    results=tuple(results),
                     num_bytes=job.num_bytes,
                     seconds=self._seconds(job),
                 )

@@ -1,4 +1,4 @@
-"""A queue: the jobs that wait for one store, in the order they shall begin, and the count of the threads that take them.
+"""StoreQueue: the jobs that wait for one store, in the order they shall begin, and the count of threads that take them.
 
 Probes and loads come first, because somebody waits for them, then promotions, then saves and demotions, which are
 writes of their target's; within a sort, who came first: so what a row builds on is written before it.

@@ -1,4 +1,4 @@
-"""A store as the executor uses it, and what the pages they move are called.
+"""A store as the executor uses it, and what the pages it moves are called.
 
 No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
 """

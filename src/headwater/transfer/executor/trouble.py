@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TypeVar
 
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 
 T = TypeVar("T")
 
@@ -52,15 +52,22 @@ def call(store: str, work: Callable[[], T]) -> T:
         raise StoreTrouble(f"{store} raised {type(error).__name__}: {error}") from error
 
 
-def require(store: str, answers: Sequence[object], number: int, kind: type | tuple[type, ...]) -> None:
-    """Raise StoreTrouble unless there is one answer of the right kind per page."""
+def require(store: str, answers: Sequence[object], number: int, wanted: frozenset[Status] | None, *kinds: type) -> None:
+    """Raise StoreTrouble unless there is one answer per page: a status that is wanted, or something of another kind.
+
+    The plain word "hit" equals HIT, and is none.
+    """
     if len(answers) != number:
         raise StoreTrouble(f"{store} gave {len(answers)} answers for {number} pages")
-    if not all(map(isinstance, answers, repeat(kind))):
-        raise StoreTrouble(f"{store} gave an answer that is none of {kind}")
+    if not all(map(isinstance, answers, repeat(kinds if wanted is None else (Status, *kinds)))):
+        raise StoreTrouble(f"{store} gave an answer that is no answer to that question")
+    if wanted is not None:
+        statuses = answers if not kinds else [one for one in answers if isinstance(one, Status)]
+        if not wanted.issuperset(statuses):
+            raise StoreTrouble(f"{store} gave an answer that is no answer to that question")
 
 
-def fill(results: list[str], start: int, status: str, places: Sequence[int] | None = None) -> list[str]:
+def fill(results: list[Status], start: int, status: Status, places: Sequence[int] | None = None) -> list[Status]:
     """Give `status` to every place from the `start`-th on, of `places` or of all. Mutates and returns `results`."""
     for place in (range(len(results)) if places is None else places)[start:]:
         results[place] = status

@@ -42,7 +42,7 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -208,7 +208,7 @@ class Worker:
             if len(numbers) < len(asked):
                 self._watch.notify()  # to tell what was cancelled
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """The answer to a Probe, if the store has it in memory; None: submit it. Does not block. Raises nothing."""
         tier = self._tiers.get(probe.store)
         if tier is None or probe.store in self._off or tier.trouble is not None:

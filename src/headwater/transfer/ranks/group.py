@@ -1,7 +1,8 @@
 """Ranks: the executor of a tensor-parallel group. Looks like one worker; has one for each page that each rank holds.
 
-A job goes to every rank that has a part in it, and ends with one event: what all of them did (`group_result.py`), or who did
-not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the deadline.
+A job goes to every rank that has a part in it, and ends with one event: what all of them did (`group_result.py`), or
+who did not. No barrier and no collective: each rank works by itself, and the group only counts answers, until the
+deadline.
 
     Load              every rank, every page of its own
     Probe, Promote    each distinct page once, by whoever holds it, in turns
@@ -11,13 +12,13 @@ not. No barrier and no collective: each rank works by itself, and the group only
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank
-  has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless
-  its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
+  is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every
+  rank has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself,
+  unless its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
-  allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers after
-  all, it is up again.
+  allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers
+  after all, it is up again.
 - Events are delivered one at a time, in the order things happened, without a lock held. `submit` never blocks.
 
 Takes no decision about blocks. Not here: the link to another process (`ranks/link.py`), pages and stores (`worker.py`).
@@ -50,7 +51,7 @@ from headwater.core.events import (
     StoreOn,
     Stuck,
 )
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
@@ -70,7 +71,7 @@ _LAST_S: Final = 1.0  # for the watching thread to end, when all executors have
 
 
 class Ranks:
-    """Runs Probe, Load, Save, Demote, Promote and Cancel on all ranks of a group. Takes over the executors of its members.
+    """Runs jobs on all ranks of a group. Takes over the executors of its members.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
     """
@@ -172,7 +173,7 @@ class Ranks:
         with self._ledger.changed:
             return self._ledger.changed.wait_for(lambda: self._quiet, timeout_s)
 
-    def contains_cached(self, probe: Probe) -> tuple[str, ...] | None:
+    def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """Nobody knows from memory what all ranks have: they are asked."""
         return None
 
@@ -217,7 +218,7 @@ class Ranks:
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Cancel every job and close the executor of every member; idempotent. Blocks until they ended, or time was over.
+        """Cancel every job and close every member's executor; idempotent. Blocks until they ended, or time was over.
 
         Every job's event was delivered when it returns True. After False a rank may still be at work.
         """
@@ -394,7 +395,7 @@ class Ranks:
         self._cancel(job)
 
     def _lose(self, job: GroupJob) -> None:
-        """Ranks that were cancelled do not even say so. Those that may be killed are; a job of theirs ends with them."""
+        """Ranks that were cancelled do not even say so. Those that may be killed are; their job ends with them."""
         why = f"no answer to a {job.kind} {self._lost_after_s:g} s after it was cancelled"
         killed = []
         for at in sorted(job.waiting):

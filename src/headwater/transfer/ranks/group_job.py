@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 from headwater.transfer.ranks.group_result import GroupResult, RankAnswer, agree, num_good
 from headwater.transfer.ranks.members import Member
 
@@ -15,7 +15,7 @@ class GroupJob:
     """One job, the members that do it, and their answers. Guarded by the lock of the group."""
 
     __slots__ = (
-        *("cancelled", "copied", "ends", "kind", "order", "overdue", "said_copied", "said_stuck", "members"),
+        *(Status.CANCELLED, "copied", "ends", "kind", "order", "overdue", "said_copied", "said_stuck", "members"),
         *("killed", "started_s", "told", "waiting", "writes"),
     )
 
@@ -50,7 +50,7 @@ class GroupJob:
         """
         if isinstance(end, JobFailed):
             return isinstance(self.order, Probe | Load) and end.failure is not Reason.LATE
-        return isinstance(self.order, Load) and end.results[:1] != ("late",) and not num_good(self.order, end)
+        return isinstance(self.order, Load) and end.results[:1] != (Status.LATE,) and not num_good(self.order, end)
 
     def is_decided_at(self, at: int) -> bool:
         """Whether there is nothing to wait for at a member: it has answered, or the job is stuck somewhere."""

@@ -10,16 +10,16 @@ from itertools import takewhile
 from typing import Final
 
 from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Promote, Save
-from headwater.core.results import Reason
+from headwater.core.results import Reason, Status
 
-_GOOD: Final[dict[type[Job], tuple[str, ...]]] = {
-    Probe: ("held", "absent"),
-    Load: ("hit",),
-    Save: ("stored", "exists"),
-    Demote: ("stored", "exists"),
-    Promote: ("stored", "exists"),
+_GOOD: Final[dict[type[Job], tuple[Status, ...]]] = {
+    Probe: (Status.HELD, Status.ABSENT),
+    Load: (Status.HIT,),
+    Save: (Status.STORED, Status.EXISTS),
+    Demote: (Status.STORED, Status.EXISTS),
+    Promote: (Status.STORED, Status.EXISTS),
 }
-_TROUBLE: Final = ("late", "failed")  # says something of a rank, not only of a page; and goes on behind it
+_TROUBLE: Final = (Status.LATE, Status.FAILED)  # says something of a rank, not only of a page; and goes on behind it
 _WORST_FIRST: Final = (Reason.FAILED, Reason.LATE, Reason.CANCELLED)
 
 
@@ -45,7 +45,7 @@ class Blame:
 class GroupResult:
     """How a group's job ends: a result per block, or a failure; and by whose fault less came of it than was asked."""
 
-    results: tuple[str, ...]
+    results: tuple[Status, ...]
     failure: Reason | None = None
     why: str = ""
     num_bytes: int = 0
@@ -103,19 +103,19 @@ def _blame(order: Job, answer: RankAnswer) -> Blame:
     return Blame(answer.rank, end.results[num], f"{num} of {len(order.keys)} blocks, then {end.results[num]}")
 
 
-def _combined(order: Job, done: Sequence[JobDone]) -> list[str]:
+def _combined(order: Job, done: Sequence[JobDone]) -> list[Status]:
     """One result per block; all answers have one for each."""
     if len(done) == 1 and set(done[0].results).issubset(_GOOD[type(order)]):
         return list(done[0].results)
     columns = list(zip(*(end.results for end in done), strict=True))
     if isinstance(order, Probe):
-        return ["held" if set(column) == {"held"} else "absent" for column in columns]
+        return [Status.HELD if set(column) == {Status.HELD} else Status.ABSENT for column in columns]
     good = _GOOD[type(order)]
-    combined: list[str] = []
+    combined: list[Status] = []
     for column in columns:
         bad = next((result for result in column if result not in good), None)
         if bad is not None:
-            behind = bad if bad in _TROUBLE else "miss" if isinstance(order, Load) else "no_parent"
+            behind = bad if bad in _TROUBLE else Status.MISS if isinstance(order, Load) else Status.NO_PARENT
             return [*combined, bad, *[behind] * (len(columns) - len(combined) - 1)]
         combined.append(good[0] if good[0] in column else good[-1])
     return combined
