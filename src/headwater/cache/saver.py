@@ -182,23 +182,36 @@ class Saver:
         if start == end or refusal is not None:
             self._index.unpin(pin)
             return refusal
-        source = self._source(tier, pin, now_s)
+        source = self._source(tier, pin)
+        after = self._comes_after(source, tier, path, start, end)
         root, tenant = self.origins[path[0]] if request is None else (request.root, request.tenant)
-        row: dict[str, Any] = {
-            "keys": tuple(path[start:end]),
-            "parent": path[start - 1] if start else root,
-            "pin": pin,
-            "num_bytes": num_bytes,
-            "request": request,
-        }
-        if source is not None:
-            self._demote(source, tier, path, start, end, now_s, row)
-        else:
-            self._save(tier, path, start, end, now_s, row, tenant)
+        job = self._jobs.begin(
+            *((JobKind.SAVE, tier) if source is None else (JobKind.DEMOTE, source)),
+            *(start, end, now_s),
+            num_bytes=num_bytes,
+            keys=tuple(path[start:end]),
+            parent=path[start - 1] if start else root,
+            request=request,
+            pin=pin,
+            target=None if source is None else tier.name,
+            copied=source is not None,
+            after=after,
+        )
         self._index.mark(pin, start, end, bit=tier.bit, on=True)
+        row: dict[str, Any] = {"job": job.job, "keys": job.keys, "parent": job.parent, "after": after}
+        deadline_s = now_s + tier.config.save_timeout_s
+        if source is None:
+            tier.num_pinning += 1
+            slots = tuple(self._index.slots(pin, start))
+            facts = {"store": tier.name, "slots": slots, "depth": start, "tenant": tenant}
+            self._jobs.out.append(Save(deadline_s=deadline_s, **facts, **row))
+        else:
+            self._index.unpin(pin)  # nothing keeps it on the device
+            deadline_s += source.config.save_timeout_s if after else 0.0
+            self._jobs.out.append(Demote(deadline_s=deadline_s, store=source.name, target=tier.name, **row))
         return None
 
-    def _source(self, tier: TierState, pin: Hold, now_s: float) -> TierState | None:
+    def _source(self, tier: TierState, pin: Hold) -> TierState | None:
         """The fastest store before another that is believed to have a whole path, and can be read."""
         for source in self._jobs.tiers.values():
             if source is tier:
@@ -208,63 +221,14 @@ class Saver:
                 return source
         return None
 
-    def _demote(
-        self,
-        source: TierState,
-        tier: TierState,
-        path: Sequence[BlockKey],
-        start: int,
-        end: int,
-        now_s: float,
-        row: dict[str, Any],
-    ) -> None:
-        """Have a row copied from one store to another; nothing keeps it on the device."""
-        before = next(self._jobs.writing(source.name, path, start, end), None)
-        after = 0 if before is None else before.job
-        timeout_s = tier.config.save_timeout_s + (source.config.save_timeout_s if after else 0.0)
-        facts: dict[str, Any] = {"target": tier.name, "after": after, "copied": True}
-        job = self._jobs.begin(JobKind.DEMOTE, source, start, end, now_s, **facts, **row)
-        self._index.unpin(row["pin"])
-        self._jobs.out.append(
-            Demote(
-                job=job.job,
-                store=source.name,
-                target=tier.name,
-                keys=job.keys,
-                parent=job.parent,
-                after=after,
-                deadline_s=now_s + timeout_s,
-            )
-        )
-
-    def _save(
-        self,
-        tier: TierState,
-        path: Sequence[BlockKey],
-        start: int,
-        end: int,
-        now_s: float,
-        row: dict[str, Any],
-        tenant: bytes,
-    ) -> None:
-        """Have a row read from the device."""
+    def _comes_after(
+        self, source: TierState | None, tier: TierState, path: Sequence[BlockKey], start: int, end: int
+    ) -> int:
+        """The job that has to end before a row can be written: it gives it to the source, or brings what is before."""
+        if source is not None:
+            return next((job.job for job in self._jobs.writing(source.name, path, start, end)), 0)
         parents = self._jobs.writing(tier.name, path, start - 1, start) if start else ()
-        after = next((one.job for one in parents if one.kind is JobKind.DEMOTE), 0)
-        job = self._jobs.begin(JobKind.SAVE, tier, start, end, now_s, after=after, **row)
-        tier.num_pinning += 1
-        self._jobs.out.append(
-            Save(
-                job=job.job,
-                store=tier.name,
-                keys=job.keys,
-                slots=tuple(self._index.slots(row["pin"], start)),
-                parent=job.parent,
-                depth=start,
-                tenant=tenant,
-                after=after,
-                deadline_s=now_s + tier.config.save_timeout_s,
-            )
-        )
+        return next((job.job for job in parents if job.kind is JobKind.DEMOTE), 0)
 
 
 def _first_bad(results: Sequence[Status]) -> int | None:
