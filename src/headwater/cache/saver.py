@@ -186,8 +186,11 @@ class Saver:
         after = self._comes_after(source, tier, path, start, end)
         root, tenant = self.origins[path[0]] if request is None else (request.root, request.tenant)
         job = self._jobs.begin(
-            *((JobKind.SAVE, tier) if source is None else (JobKind.DEMOTE, source)),
-            *(start, end, now_s),
+            JobKind.SAVE if source is None else JobKind.DEMOTE,
+            source or tier,
+            start,
+            end,
+            now_s,
             num_bytes=num_bytes,
             keys=tuple(path[start:end]),
             parent=path[start - 1] if start else root,
@@ -202,13 +205,12 @@ class Saver:
         deadline_s = now_s + tier.config.save_timeout_s
         if source is None:
             tier.num_pinning += 1
-            slots = tuple(self._index.slots(pin, start))
-            facts = {"store": tier.name, "slots": slots, "depth": start, "tenant": tenant}
-            self._jobs.out.append(Save(deadline_s=deadline_s, **facts, **row))
+            row |= {"slots": tuple(self._index.slots(pin, start)), "depth": start, "tenant": tenant}
+            self._jobs.out.append(Save(store=tier.name, deadline_s=deadline_s, **row))
         else:
             self._index.unpin(pin)  # nothing keeps it on the device
             deadline_s += source.config.save_timeout_s if after else 0.0
-            self._jobs.out.append(Demote(deadline_s=deadline_s, store=source.name, target=tier.name, **row))
+            self._jobs.out.append(Demote(store=source.name, target=tier.name, deadline_s=deadline_s, **row))
         return None
 
     def _source(self, tier: TierState, pin: Hold) -> TierState | None:
