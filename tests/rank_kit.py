@@ -7,6 +7,7 @@ from typing import Any
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -81,6 +82,10 @@ class Jobs:
     ) -> int:
         facts = {"slots": tuple(slots), "parent": key(chain, start - 1), "depth": start, "tenant": TENANT}
         return self.job(Save, keys(chain, len(slots), start), within_s, store, **facts)
+
+    def demote(self, num: int, target: str, *, start: int = 0, after: int = 0, within_s: float = PATIENCE_S) -> int:
+        facts = {"target": target, "parent": key(1, start - 1), "after": after}
+        return self.job(Demote, keys(1, num, start), within_s, "host", **facts)
 
     def promote(self, num: int, target: str, *, chain: int = 1, store: str = "host") -> int:
         return self.job(Promote, keys(chain, num), PATIENCE_S, store, target=target)

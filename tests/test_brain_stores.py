@@ -37,6 +37,15 @@ def saved(world: World, store: str = "host") -> list[tuple[int, int]]:
     ]
 
 
+def demoted(world: World, target: str = "disk") -> list[tuple[str, int, int]]:
+    """The demotions under way to a store: where from, depth of the first block, and how many."""
+    return [
+        (errand.order.store, errand.start, len(errand.order.keys))
+        for errand in jobs(world, ev.Demote)
+        if isinstance(errand.order, ev.Demote) and errand.order.target == target
+    ]
+
+
 def breaker(world: World, store: str = "host") -> BreakerState:
     return world.brain.tiers[store].state
 
@@ -393,7 +402,8 @@ def test_what_was_loaded_is_not_saved_where_it_came_from_but_elsewhere() -> None
     finish(here, ev.Load)
     assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2)], [], [])
     here.fill(guest, 1)
-    assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2), (2, 1)], [(2, 1)], [])
+    assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2), (2, 1)], [], [])
+    assert (demoted(here, "disk"), demoted(here, "pool")) == ([("host", 2, 1)], [])
     here.close()
 
 

@@ -20,6 +20,7 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Copied,
+    Demote,
     Job,
     JobDone,
     JobFailed,
@@ -75,13 +76,16 @@ ORDERS: dict[str, Job] = {
         depth=0,
         tenant=b"",
     ),
+    "demote": Demote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool", parent=key(1, -1)),
     "promote": Promote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool"),
 }
-GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"], "promote": ["stored", "exists"]}
+GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"]}
+GOOD |= {"demote": ["stored", "exists"], "promote": ["stored", "exists"]}
 BAD = {
     "probe": [],
     "load": ["miss", "late", "failed", "corrupt", "stored"],
     "save": ["no_room", "no_parent", "late", "failed"],
+    "demote": ["miss", "no_room", "no_parent", "late", "failed"],
     "promote": ["no_room", "late", "failed"],
 }
 

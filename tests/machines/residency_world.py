@@ -50,7 +50,7 @@ class ListeningWorld(World):
     def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         """What a job showed of a store, block by block, up to the first of which nobody knows more."""
         order = errand.order
-        name = order.target if isinstance(order, ev.Promote) else order.store
+        name = order.target if isinstance(order, ev.StoreCopy) else order.store
         off = self.brain.tiers[name].state is BreakerState.OFF
         for key, result in zip(order.keys, results or (), strict=False):
             if result == Status.ABSENT:
@@ -58,7 +58,9 @@ class ListeningWorld(World):
             elif result in GOOD and not off:
                 self.seen[name].add(key)
         first = next((i for i, result in enumerate(results or ()) if result not in GOOD), None)
-        if results is not None and first is not None and results[first] in NOT_THERE:
+        if results is not None and first is not None and isinstance(order, ev.Demote) and results[first] == "miss":
+            self.seen[order.store].discard(order.keys[first])
+        elif results is not None and first is not None and results[first] in NOT_THERE:
             self.seen[name].discard(order.keys[first])
             if results[first] == Status.NO_PARENT:
                 self.seen[name].discard(self.origin[order.keys[first]][0])

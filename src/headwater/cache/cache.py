@@ -251,7 +251,8 @@ class TieredCache(Shell):
     def _saving(self, request: str, store: str) -> bool:
         record = self.brain.requests.get(request)
         return record is not None and any(
-            job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+            job.kind in (JobKind.SAVE, JobKind.DEMOTE) and job.into == store and job.request is record
+            for job in self.brain.jobs
         )
 
     def _progress(self, request: str) -> Progress:

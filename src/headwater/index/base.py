@@ -100,6 +100,10 @@ class PrefixIndex(ABC):
         """Give a pin back. It may still be passed to `mark`, for what is left of its blocks."""
 
     @abstractmethod
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more; None if they are not all there any more."""
+
+    @abstractmethod
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the first of the next victims that lacks `bit`, to save it in time; None if they all have it."""
 

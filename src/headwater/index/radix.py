@@ -179,6 +179,16 @@ class RadixIndex(PrefixIndex):
         """Give a pin back. Its run may be cut short or gone after this; what it says of its path stays true."""
         self._guard(cast(Run, pin.at), pins=-1)
 
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more. A run that was evicted is cut short, or empty."""
+        run = cast(Run, pin.at)
+        while run.start >= pin.num_blocks and run.parent is not None:
+            run = run.parent
+        if run.end < pin.num_blocks:
+            return None
+        self._guard(run, pins=1)
+        return Hold(run, pin.num_blocks)
+
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the next victim that is not marked with `bit`."""
         found = self._leaves.first_without(bit)

@@ -107,6 +107,10 @@ class Store(Closing):
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames into buffers of exactly their size. The bytes are not verified: see `verified.py`."""
 
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """The same as `get_into`, and counts as no use where the store keeps what is used: nobody asked for it."""
+        return self.get_into(pages, deadline=deadline)
+
     @abstractmethod
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Whether each page seems to be there. A hint: in doubt, or too late, False."""

@@ -22,6 +22,7 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -122,7 +123,7 @@ class StepExecutor:
                     probes.append(one)
                 elif isinstance(one, Cancel) and one.job in self._probes:
                     probes.append(one)
-                elif isinstance(one, Load | Save):
+                elif isinstance(one, Load | Save | Demote):
                     self._errands[one.job] = _Errand(one)
                     self._bag.append(one)
                 elif isinstance(one, Cancel):
@@ -249,20 +250,18 @@ class StepExecutor:
                     if result == Status.STORED:
                         self._dropped.pop(key, None)
             if self._others_write and Status.STORED in done.results:
-                self._catch_up(order, now_s)
+                self._catch_up(order, order.target if isinstance(order, Demote) else order.store, now_s)
         return done
 
-    def _catch_up(self, order: Job, now_s: float) -> None:
+    def _catch_up(self, order: Job, store: str, now_s: float) -> None:
         """Have the prober take in what was written, before it is so much that nobody could answer from memory."""
         with self._lock:
-            num = self._num_unseen.get(order.store, 0) + len(order.keys)
-            self._num_unseen[order.store] = num if num < _CATCH_UP_BLOCKS else 0
+            num = self._num_unseen.get(store, 0) + len(order.keys)
+            self._num_unseen[store] = num if num < _CATCH_UP_BLOCKS else 0
             if num < _CATCH_UP_BLOCKS:
                 return
             self._catching_up -= 1
-            probe = Probe(
-                job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S
-            )
+            probe = Probe(job=self._catching_up, store=store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):
             self._prober.submit([probe])
 

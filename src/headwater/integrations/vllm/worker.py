@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
-from headwater.core.events import Cancel, Copied, Event, Instruction, JobDone, JobFailed, Load, Save, Stuck
+from headwater.core.events import Cancel, Copied, Demote, Event, Instruction, Job, JobDone, JobFailed, Load, Save, Stuck
 from headwater.core.results import Reason
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
@@ -64,7 +64,7 @@ class WorkerSide:
         self._clock = clock
         self._changed = threading.Condition()
         self._orders = Orders()
-        self._live: dict[int, Load | Save] = {}  # jobs that have not ended
+        self._live: dict[int, Job] = {}  # jobs that have not ended
         self._stuck: set[int] = set()  # loads among them whose copies hang
         self._given_up: set[int] = set()  # those of them whose requests were said to have failed
         self._failed: set[str] = set()  # requests that waited for such, to be reported
@@ -138,9 +138,12 @@ class WorkerSide:
                 )
 
     def save(self) -> None:
-        """Begin the step's saves: what they read was computed in steps before. Does not block."""
+        """Begin the step's saves: what they read was computed in steps before; and what is to follow them.
+
+        Does not block.
+        """
         self._executor.stand_back(hurry=False)
-        saves = [one for one in self._orders.jobs if isinstance(one, Save)]
+        saves = [one for one in self._orders.jobs if isinstance(one, Save | Demote)]
         self._submit(saves)
         with self._changed:
             for request, jobs, until_s in self._orders.leaving:
@@ -216,7 +219,7 @@ class WorkerSide:
             return
         with self._changed:
             for one in instructions:
-                if isinstance(one, Load | Save):
+                if isinstance(one, Job):
                     self._live[one.job] = one
                 if isinstance(one, Save):
                     self._reading.add(one.job)
@@ -225,7 +228,7 @@ class WorkerSide:
         except HeadwaterError as error:  # closed: they still have to end, or somebody waits for ever
             now_s = self._clock.monotonic()
             for one in instructions:
-                if isinstance(one, Load | Save):
+                if isinstance(one, Job):
                     self.heard(JobFailed(now_s=now_s, job=one.job, failure=Reason.FAILED, why=str(error)))
 
     def _cancel(self, jobs: Iterable[int]) -> None:

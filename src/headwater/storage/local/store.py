@@ -133,6 +133,13 @@ class LocalStore(Store):
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
+        return self._get_all(pages, deadline, use=True)
+
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """Copy frames out. Who leaves next stays as it was."""
+        return self._get_all(pages, deadline, use=False)
+
+    def _get_all(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool) -> list[Status]:
         results = [Status.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
@@ -141,7 +148,7 @@ class LocalStore(Store):
             places = at.catalog.mirror.places
             for i, (name, buffer) in enumerate(pages):
                 results[i] = self._get(at, name, buffer, deadline)
-                if results[i] is Status.HIT and (place := places.get(name)) is not None:
+                if use and results[i] is Status.HIT and (place := places.get(name)) is not None:
                     at.catalog.recency.touch([place])
             at.flush_touches()
 

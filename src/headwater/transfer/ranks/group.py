@@ -6,14 +6,15 @@ deadline.
 
     Load              every rank, every page of its own
     Probe, Promote    each distinct page once, by whoever holds it, in turns
-    Save              the same; while what it builds on is still being written, by the rank that writes that: one rank
-                      writes in order, two would race, and the second would find no parent
+    Save, Demote      the same; while what it builds on is still being written, by the rank that writes that: one rank
+                      writes in order, two would race, and the second would find no parent. A Demote that comes after
+                      a Save, by the ranks that do the Save: each begins when its own part of that has ended
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Probe or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
-  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless its
-  copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
+  is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every
+  rank has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself,
+  unless its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
   allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers
@@ -33,6 +34,7 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -42,6 +44,7 @@ from headwater.core.events import (
     Probe,
     Promote,
     Save,
+    StoreCopy,
     StoreOff,
     StoreOn,
     Stuck,
@@ -60,13 +63,13 @@ from headwater.transfer.ranks.roster import RankReport, RankState, Roster
 
 log: Final = logging.getLogger("headwater")
 
-_KINDS: Final = (Probe, Load, Save, Promote)
+_KINDS: Final = (Probe, Load, Save, Demote, Promote)
 _LATE: Final = "no answer by the deadline"
 _LAST_S: Final = 1.0  # for the watching thread to end, when all executors have
 
 
 class Ranks:
-    """Runs Probe, Load, Save, Promote and Cancel on all ranks of a group. Takes over the executors of its members.
+    """Runs jobs on all ranks of a group. Takes over the executors of its members.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
     """
@@ -372,7 +375,7 @@ class Ranks:
     def _overdue(self, job: GroupJob) -> None:
         """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
         job.overdue = True
-        if isinstance(job.order, Probe | Promote) and not job.told:
+        if isinstance(job.order, Probe | StoreCopy) and not job.told:
             self._end(job, job.agreed(self._members, silent=_LATE))
         self._cancel(job)
 

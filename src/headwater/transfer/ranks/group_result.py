@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Promote, Save
 from headwater.core.results import Reason, Status
 
 _GOOD: Final[dict[type[Job], tuple[Status, ...]]] = {
     Probe: (Status.HELD, Status.ABSENT),
     Load: (Status.HIT,),
     Save: (Status.STORED, Status.EXISTS),
+    Demote: (Status.STORED, Status.EXISTS),
     Promote: (Status.STORED, Status.EXISTS),
 }
 _TROUBLE: Final = (Status.LATE, Status.FAILED)  # says something of a rank, not only of a page; and goes on behind it
