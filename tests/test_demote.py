@@ -11,7 +11,8 @@ import pytest
 from brain_kit import BLOCK_BYTES, ask, finish, jobs, run, the, tier, tokens, total, world
 from headwater import CacheIdentity, CacheTiers, DType, block_keys, config_digest, gqa_layout, open_tiered_cache
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, SaveWhen
+from headwater.config.cache import SaveWhen
+from headwater.config.stores import LocalStoreConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.page import PageName, page_name
@@ -20,12 +21,12 @@ from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline, Store
 from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
-from headwater.testing.brain_world import World
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
+from machines.brain_world import World
 from rank_kit import Group, groups
 from worker_kit import FRAME_BYTES, PATIENCE_S, OddStore, Rig, key, keys, odd, rigs, wait_until
 
