@@ -16,7 +16,10 @@ import torch
 
 from headwater.attention_store import AttentionStore
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, ResidencyConfig, WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.residency import ResidencyConfig
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
@@ -26,7 +29,6 @@ from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -36,10 +38,11 @@ from headwater.residency.publisher import Publisher
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.sliced import Reached, Why
 from headwater.transfer.executor.staging import TorchStaging

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_local, open_rank
-from headwater.config import LocalStoreConfig, WriteConfig
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
@@ -30,24 +31,25 @@ from headwater.disagg.protocol import FirstToken, FirstTokenFinish, SamplerState
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import Header, frame_bytes, parse, seal, write_header
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.layouts import randomise
-from headwater.testing.ranks import cut, small_layouts
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.staging import Staging, TorchStaging
 from headwater.transfer.executor.tier import Naming
 from headwater.transfer.executor.worker import Worker
 from headwater.transfer.ranks.group import Ranks
+from machines.ranks import cut, small_layouts
 from test_redis import Server
 from worker_kit import PATIENCE_S, wait_until
 

@@ -17,12 +17,12 @@ from headwater.core.results import Status
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.local import directory
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, soon
 from kit import BIG, LIMIT, changing, config, hits
+from machines.processes import Helper
 
 # --- other processes --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from fleet_kit import KEY
 from headwater.build import open_engine, open_pool, open_residency
-from headwater.config import ResidencyConfig, ServeConfig, pd_via
+from headwater.config.environment import pd_via
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey, block_keys
 from headwater.core.node_key import NodeKey

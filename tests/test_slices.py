@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
 from headwater.core.results import Status

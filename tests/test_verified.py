@@ -13,7 +13,8 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
+from headwater.storage.wrappers import OpaqueStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_page
 from headwater.testing.stores import put, read, soon
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
@@ -28,8 +28,9 @@ from headwater.core.events import (
 from headwater.core.results import Reason
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import WrapperStore
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.worker import Worker
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Gate, OddStore, Rig, Unheard, keys, odd, rigs, wait_until

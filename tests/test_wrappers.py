@@ -9,7 +9,7 @@ import pytest
 
 import headwater
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
@@ -18,7 +18,8 @@ from headwater.storage.base import Addressable, Deadline, Store
 from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.pages import PLANE_BYTES, SEALED_AT_MS, sample_chain
 from headwater.testing.stores import StoreTests, past, soon
 
@@ -105,7 +106,7 @@ def test_what_goes_in_place_comes_by_the_delay(mapped: MappedStore) -> None:
 
 @pytest.mark.fault("D8")
 def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
-    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and glancing"):
+    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and cached_names"):
 
         class Half(WrapperStore):
             def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
@@ -115,11 +116,15 @@ def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
 def test_every_wrapper_that_is_shipped_is_tried_here() -> None:
     """Or is one of those with tests of their own, because they are no ordinary stores."""
     for module in pkgutil.walk_packages(headwater.__path__, "headwater."):
-        if ".storage." in module.name or ".testing.hanging" in module.name:
+        if ".storage." in module.name or module.name == "headwater.testing.faulty_stores":
             importlib.import_module(module.name)
 
     def below(kind: type[Store]) -> set[type[Store]]:
         return {kind}.union(*map(below, kind.__subclasses__()))
 
-    shipped = {one.__name__ for one in below(WrapperStore) if one.__module__.startswith("headwater.storage")}
+    shipped = {
+        one.__name__
+        for one in below(WrapperStore)
+        if one.__module__.startswith(("headwater.storage", "headwater.testing"))
+    }
     assert shipped == {"WrapperStore", "OpaqueStore", "DelayStore", "FaultyStore", "ReshardedStore"}

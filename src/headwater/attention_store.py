@@ -19,7 +19,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
-from headwater.config import WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.writes import WriteConfig
 from headwater.core.breaker import MAX_PAUSE_S
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import MoveListener, Removed, Stored

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor, Recorder
 from headwater.cache.state import Brain
-from headwater.config import (
-    MEMORY_URL,
-    CacheConfig,
-    ResidencyConfig,
-)
+from headwater.config.cache import CacheConfig
+from headwater.config.residency import MEMORY_URL, ResidencyConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import parts

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from headwater.cache.cache import TieredCache
-from headwater.config import (
-    CacheConfig,
-    ResidencyConfig,
-    ServeConfig,
-    default_node,
-    pool_kind,
-)
+from headwater.config.cache import CacheConfig
+from headwater.config.environment import default_node
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.handoff import PoolReceiver, PoolSender

@@ -128,8 +128,9 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Probe HELD or ABSENT; for a Load what a get answers; for Save and Promote what a put answers. A Load that hit
-    nothing, or a Save that stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
+    For a Probe HELD or ABSENT; for a Load what a get answers; for Save, Demote and Promote what a put answers, or of a
+    Demote MISS where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
+    stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
 
     job: int
@@ -212,16 +213,30 @@ class Save(Job):
     parent: BlockKey
     depth: int  # of the first
     tenant: bytes
+    after: int = 0  # not to begin before this job has ended: it brings what the row builds on
     valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
     expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
     awaited: bool = dataclasses.field(default=False, metadata={"later": True})  # somebody waits: before other saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Promote(Job):
-    """Copy a row of blocks, verified, from `store` to the faster store `target`."""
+class StoreCopy(Job):
+    """Copy a row of sealed blocks as they are, each verified on the way, from `store` to the store `target`."""
 
     target: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Promote(StoreCopy):
+    """To the fastest store, for a request that waits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Demote(StoreCopy):
+    """To a slower store, so that the device is read only once. `parent` is the key before the first."""
+
+    parent: BlockKey
+    after: int = 0  # not to begin before this job has ended, however it ends: it writes the row to `store`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +322,7 @@ _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     for kind in (
         *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
         *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Probe, Load, Save, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
+        *(Probe, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
     )
 }
 _HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Load, Save
 from headwater.core.results import Reason

@@ -1,7 +1,7 @@
 """What a prefix index is: which blocks are on the device, who holds them, and which leaf leaves first.
 
 Pure counting over block keys and slot numbers: no bytes, no clock, no thread. Two implementations behave alike, block
-for block: `radix.py`, which is used, and `naive.py`, a dict that is easy to believe, the oracle of its tests.
+for block: `radix.py`, which is used, and in the tests a dict that is easy to believe, its oracle.
 
 What enters is finished (rule 1): `extend` is called with blocks that were computed, or loaded and verified. What is
 still under way stands in the brain, never here.
@@ -98,6 +98,10 @@ class PrefixIndex(ABC):
     @abstractmethod
     def unpin(self, pin: Hold) -> None:
         """Give a pin back. It may still be passed to `mark`, for what is left of its blocks."""
+
+    @abstractmethod
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more; None if they are not all there any more."""
 
     @abstractmethod
     def pin_coldest(self, bit: int) -> Hold | None:

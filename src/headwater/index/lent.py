@@ -103,6 +103,10 @@ class LentIndex(PrefixIndex):
     def unpin(self, pin: Hold) -> None:
         """Nothing is kept; it may still be marked."""
 
+    def repin(self, pin: Hold) -> Hold | None:
+        """Whether the engine has given the slots to others, only their request could say."""
+        return None
+
     def pin_coldest(self, bit: int) -> Hold | None:
         """Nothing leaves by our decision."""
         return None

@@ -19,9 +19,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
 
+from headwater.core.closing import Closing
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
@@ -65,7 +65,7 @@ class Deadline:
         return self.clock.monotonic() >= self.at_s
 
 
-class Store(ABC):
+class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
     What one can do besides is asked of it (`addressable`, `cached_names`, `registering`), and never of its class: what
@@ -107,6 +107,10 @@ class Store(ABC):
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames into buffers of exactly their size. The bytes are not verified: see `verified.py`."""
 
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """The same as `get_into`, and counts as no use where the store keeps what is used: nobody asked for it."""
+        return self.get_into(pages, deadline=deadline)
+
     @abstractmethod
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Whether each page seems to be there. A hint: in doubt, or too late, False."""
@@ -118,14 +122,6 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """Return self; the store closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
 
 def portions(num_pages: int, smallest: int) -> list[int]:

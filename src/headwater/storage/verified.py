@@ -94,24 +94,39 @@ class VerifiedStore(Store):
 
         `judged` hears the results before bad pages are removed: a store may hang in that.
         """
+        return self._get_into(pages, deadline, use=True, judged=judged)
+
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """The same, and counts as no use. Never in place: nobody waits, and the store's own call leaves us the GIL."""
+        return self._get_into(pages, deadline, use=False)
+
+    def _get_into(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        deadline: Deadline,
+        *,
+        use: bool,
+        judged: Callable[[Sequence[Status]], None] | None = None,
+    ) -> list[Status]:
         self._require_open()
         if self.switched_off:
             return [Status.FAILED] * len(pages)
         for _, buffer in pages:
             if len(buffer) != self.frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
-        in_place = self._store.addressable()
+        in_place = self._store.addressable() if use else None
         if in_place is not None:
             results = self._get_in_place(in_place, pages, deadline)
-        elif self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
+        elif use and self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
             results = self._get_beside(pages, deadline)
         else:
             portion = 1 if self._store.cheap_calls else max(1, len(pages))
+            read = self._store.get_into if use else self._store.peek_into
             results = []
             for start in range(0, len(pages), portion):
                 asked = pages[start : start + portion]
-                got = self._store.get_into(asked, deadline=deadline)
-                results += self._judge_all(asked, got)
+                got = read(asked, deadline=deadline)
+                results += self._judge_all(asked, got, yields=not use)
         if judged is not None:
             judged(results)
         self._learn(pages, results, deadline)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from headwater.build import open_cache, open_pool, open_rank
-from headwater.config import CacheConfig, pool_kind
+from headwater.config.cache import CacheConfig
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidInput
 from headwater.disagg.handoff import PoolSender
 from headwater.engine.connector import Connector

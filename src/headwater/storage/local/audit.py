@@ -20,9 +20,9 @@ from headwater.layout.frame import ALIGNMENT, Fault, verify
 from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.local.families import FamilyUse
+from headwater.storage.local.records import RecordState
 from headwater.storage.local.slab import Progress
 from headwater.storage.local.store import LocalStore
-from headwater.storage.local.table import RecordState
 
 NO_TENANT: Final = "-"
 _BATCH_PAGES: Final = 256

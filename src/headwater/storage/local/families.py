@@ -10,7 +10,8 @@ from typing import NamedTuple
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline
-from headwater.storage.local.table import Record, RecordState, Table
+from headwater.storage.local.records import Record, RecordState
+from headwater.storage.local.table import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in `worker.py`'s threads.
+"""What the executor does for each sort of job, step by step: probe, load, save, copy. Runs in `worker.py`'s threads.
 
 A job works slice by slice: it takes pages for one slice, uses them, gives them back. Where slices overlap, the store's
 call for one goes on in a thread beside, while the next is read from the device, or the one before is written to it, if
@@ -12,13 +12,14 @@ A job of several slices that loses its store in the middle keeps what it has: th
 Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Job, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, GET_ANSWERS, PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import Fault, PageMeta, parse
@@ -38,16 +39,18 @@ from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
+log: Final = logging.getLogger("headwater")
+
 Item: TypeAlias = tuple[PageName, memoryview]
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
     """Raise InvalidInput for a job that can never be done."""
-    named = {order.store, order.target} if isinstance(order, Promote) else {order.store}
+    named = {order.store, order.target} if isinstance(order, StoreCopy) else {order.store}
     if not named <= set(stores):
         raise InvalidInput(f"job {order.job} names {', '.join(sorted(named))}; there are {', '.join(stores)}")
-    if isinstance(order, Promote) and len(named) == 1:
-        raise InvalidInput(f"job {order.job} promotes from {order.store} to itself")
+    if isinstance(order, StoreCopy) and len(named) == 1:
+        raise InvalidInput(f"job {order.job} copies from {order.store} to itself")
     if isinstance(order, Load | Save) and len(order.slots) != len(order.keys):
         raise InvalidInput(f"job {order.job} has {len(order.keys)} blocks and {len(order.slots)} slots")
     if isinstance(order, Load | Save) and order.valid_tokens and (order.valid_tokens < 0 or len(order.keys) != 1):
@@ -109,8 +112,8 @@ class JobRunner:
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
-        if isinstance(order, Promote):
-            return self._promote(job, order)
+        if isinstance(order, StoreCopy):
+            return self._copy(job, order)
         raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
     def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
@@ -134,7 +137,7 @@ class JobRunner:
         return _statuses(held)
 
     def _probe(self, job: JobState, order: Probe) -> list[Status]:
-        held = self._contains(job, self._naming.names(order.keys))
+        held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
@@ -209,7 +212,7 @@ class JobRunner:
             self._courtesy.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
-        there = [False] * len(names) if order.valid_tokens else self._contains(job, names)
+        there = [False] * len(names) if order.valid_tokens else self._contains(self._tiers[order.store], job, names)
         results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if not order.valid_tokens and self._in_place.reaches(order.store):
@@ -279,18 +282,27 @@ class JobRunner:
             raise
         return RowPiece(start, pages, put)
 
-    def _promote(self, job: JobState, order: Promote) -> list[Status]:
-        names = self._naming.names(order.keys)
-        results: list[Status] = [Status.LATE] * len(names)
-        target = self._tiers[order.target]
+    def _copy(self, job: JobState, order: StoreCopy) -> list[Status]:
+        """Sealed frames from one store to another, as they are.
+
+        Through pages of our own: each is checked there, generation and digests, before the target sees it. A slot that
+        is evicted and written anew while it is read ends as a miss, and no torn frame takes a name (rule 4).
+        """
+        names, target = self._naming.names(order.keys), self._tiers[order.target]
+        demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
+        there = self._contains(target, job, names) if demoting else [False] * len(names)
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
+        todo = [i for i, one in enumerate(there) if not one]
         done = 0
-        while done < len(names):
-            with self._pages.slice_of(job, len(names) - done) as pages:
+        while done < len(todo):
+            if demoting:
+                self._courtesy.wait()
+            with self._pages.slice_of(job, len(todo) - done) as pages:
                 if not pages:
                     break
-                items = self._items(names[done:], pages)
+                items = self._items([names[i] for i in todo[done : done + len(pages)]], pages)
                 try:
-                    got = self._read(job, order, items)
+                    got = self._read_source(job, items) if demoting else self._read(job, order, items)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
@@ -298,16 +310,17 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, Status.FAILED)
-            results[done : done + num_hits] = statuses
+                    return fill(results, done, Status.FAILED, todo)
+            for i, status in zip(todo[done:], statuses, strict=False):
+                results[i] = status
             self._moved(order.store, "out", num_hits)
             job.num_bytes += self._moved(order.target, "in", statuses.count(Status.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, Status.NO_PARENT)
+                return fill(results, done, Status.NO_PARENT, todo)
             if num_hits < len(got):
-                late = got[num_hits] is Status.LATE
-                return fill(results, done, Status.LATE if late else Status.FAILED)
+                lacking = Status.MISS if demoting else Status.FAILED
+                return fill(results, done, Status.LATE if got[num_hits] is Status.LATE else lacking, todo)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -321,16 +334,15 @@ class JobRunner:
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
 
-    def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
-        store = self._tiers[job.order.store].store
-        held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        require(job.order.store, held, len(names), None, bool)
+    def _contains(self, tier: TierStore, job: JobState, names: list[PageName]) -> list[bool]:
+        held = call(tier.name, lambda: list(tier.store.contains(names, deadline=job.deadline)))
+        require(tier.name, held, len(names), None, bool)
         return held
 
     def _read(
         self,
         job: JobState,
-        order: Load | Promote,
+        order: Load | StoreCopy,
         items: list[Item],
         judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
@@ -353,6 +365,20 @@ class JobRunner:
         if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
             return False
         return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self._naming.layout, valid_tokens)
+
+    def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
+        """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
+
+        Its trouble is not the target's, and the blocks may still be on the device: a miss.
+        """
+        tier = self._tiers[job.order.store]
+        try:
+            got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
+            require(tier.name, got, len(items), GET_ANSWERS)
+            return got
+        except StoreTrouble as trouble:
+            log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
+            return [Status.FAILED] * len(items)
 
     def _seal_and_put(
         self, job: JobState, unsealed: list[tuple[PageMeta, memoryview]], digests: "Digests | None", *, ahead: bool

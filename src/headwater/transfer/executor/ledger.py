@@ -71,6 +71,7 @@ class Ledger:
     def __init__(self, *, clock: Clock, metrics: Metrics) -> None:
         self.deliver: Callable[[Event], None] | None = None
         self.on_news: Callable[[], None] | None = None  # called, lock held, where nobody is about to `flush`
+        self.on_end: Callable[[int], None] | None = None  # called, lock held, with the number of a job that has ended
         self.on_first_layer: Callable[[], None] | None = None  # called without the lock: a load has begun to arrive
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # a job ended, a page came back, an event was delivered
@@ -225,6 +226,8 @@ class Ledger:
         if job.phase is JobPhase.QUEUED:
             job.phase = JobPhase.OVER
         del self.live[job.order.job]
+        if self.on_end is not None:
+            self.on_end(job.order.job)
         self.changed.notify_all()
 
     def _seconds(self, job: JobState) -> float:

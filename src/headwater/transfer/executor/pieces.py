@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from headwater.core.events import Load, Promote
+from headwater.core.events import Load, StoreCopy
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import Account, PagePool
 from headwater.transfer.executor.trouble import PagesKept, has_no_caller
@@ -114,5 +114,5 @@ class JobPages:
 
 
 def _account(job: JobState) -> Account:
-    order = job.order  # a promotion is a kind of write
-    return order.target if isinstance(order, Promote) else order.store, isinstance(order, Load)
+    order = job.order  # a copy is a kind of write
+    return order.target if isinstance(order, StoreCopy) else order.store, isinstance(order, Load)

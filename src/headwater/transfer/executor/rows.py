@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey

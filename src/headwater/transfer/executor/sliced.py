@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Final
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import JobDone, JobFailed, Load, Save
 from headwater.core.results import PUT_HELD, Reason, Status

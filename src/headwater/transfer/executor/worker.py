@@ -1,8 +1,9 @@
 """Worker: the executor's threads. Takes instructions, runs them beside the engine, and says what became of each.
 
 Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
-jobs; promotions, which touch two stores, have one of their own. One more thread, the watchdog, sleeps until the next
-deadline. No torch here.
+jobs; promotions, which touch two stores, have one of their own, and demotions are writes of their target's. A job that
+names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog,
+sleeps until the next deadline. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
@@ -27,7 +28,20 @@ from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.events import Cancel, Event, Instruction, Job, Load, Probe, Promote, StoreOff, StoreOn, Stuck
+from headwater.core.events import (
+    Cancel,
+    Demote,
+    Event,
+    Instruction,
+    Job,
+    Load,
+    Probe,
+    Save,
+    StoreCopy,
+    StoreOff,
+    StoreOn,
+    Stuck,
+)
 from headwater.core.results import Reason, Status
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
@@ -48,7 +62,7 @@ _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before the
 
 
 class Worker:
-    """Runs Probe, Load, Save, Promote and Cancel. Owns its threads; stores, staging and metrics belong to the caller.
+    """Runs Probe, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
 
     `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
     may `submit`, and must not `drain` or `close`. A worker belongs to one process: after fork() make another.
@@ -102,6 +116,7 @@ class Worker:
         self._ledger.deliver = deliver
         self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
         self._ledger.on_news = self._watch.notify
+        self._ledger.on_end = self._release
         self._layout = layout
         self._courtesy = Courtesy()
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
@@ -136,6 +151,7 @@ class Worker:
             )
             for name in queues
         }
+        self._waiting: dict[int, list[JobState]] = {}  # jobs that are queued when another has ended, by its number
         self._off: dict[str, str] = {}  # stores that are not used, and why
         self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
         self._numbers = count()
@@ -283,9 +299,19 @@ class Worker:
         if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
             self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not JobPhase.OVER]
             heapq.heapify(self._alarms)
+        after = job.order.after if isinstance(job.order, Save | Demote) else 0
         self._ledger.admit(job)
-        self._queues[queue_of(job.order)].push(job)
+        if after in self._ledger.live:
+            self._waiting.setdefault(after, []).append(job)
+        else:
+            self._queues[queue_of(job.order)].push(job)
         self._set_alarm(job, job.order.deadline_s)
+
+    def _release(self, number: int) -> None:
+        """A job has ended: queue those that came after it. The lock is held."""
+        for job in self._waiting.pop(number, ()):
+            if not job.ended:
+                self._queues[queue_of(job.order)].push(job)
 
     def _fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
@@ -334,11 +360,11 @@ class Worker:
     def _run(self, job: JobState) -> None:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
         order = job.order
-        tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, Promote) else []))]
+        tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, StoreCopy) else []))]
         on_device = False
         try:
             self._notice(tiers)
-            self._require_on(tiers)
+            self._require_on(tiers[1:] if isinstance(order, Demote) else tiers)  # a source that is off gives nothing
             results = self._runner.run(job)
         except JobTrouble as trouble:
             failure, why = trouble.failure, trouble.why

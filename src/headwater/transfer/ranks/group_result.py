@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Promote, Save
 from headwater.core.results import Reason, Status
 
 _GOOD: Final[dict[type[Job], tuple[Status, ...]]] = {
     Probe: (Status.HELD, Status.ABSENT),
     Load: (Status.HIT,),
     Save: (Status.STORED, Status.EXISTS),
+    Demote: (Status.STORED, Status.EXISTS),
     Promote: (Status.STORED, Status.EXISTS),
 }
 _TROUBLE: Final = (Status.LATE, Status.FAILED)  # says something of a rank, not only of a page; and goes on behind it
@@ -51,6 +52,12 @@ class GroupResult:
     num_bytes: int = 0
     seconds: float = 0.0
     blamed: tuple[Blame, ...] = ()
+
+    def end(self, job: int, now_s: float) -> JobDone | JobFailed:
+        """The event that tells it."""
+        if self.failure is not None:
+            return JobFailed(now_s=now_s, job=job, failure=self.failure, why=self.why, on_device=self.on_device)
+        return JobDone(now_s=now_s, job=job, results=self.results, num_bytes=self.num_bytes, seconds=self.seconds)
 
 
 def num_good(order: Job, end: JobDone | JobFailed) -> int:

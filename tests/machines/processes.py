@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.results import Status
 from headwater.storage.base import Deadline, Reservation
@@ -29,8 +29,9 @@ class Helper:
     """The driver's end of one process."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "headwater.testing.processes"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "machines.processes"]
+        tests = Path(__file__).resolve().parent.parent
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tests)
 
     def __call__(self, call: str, **arguments: Any) -> Any:
         """Have the process do something and wait for its answer. Raises RuntimeError with what it raised."""

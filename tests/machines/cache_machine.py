@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headwater.cache.state import Brain
-from headwater.config import SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
 from headwater.core.events import Event, StoreOff, StoreOn, decode, encode
+from headwater.lab.campaigns.virtual import LAYOUT, EventList, SimulatedEngine, VirtualExecutor
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.virtual import LAYOUT, EventList, SimulatedEngine, VirtualExecutor
+from headwater.testing.faulty_stores import Faults, FaultyStore
 
 NUM_CACHES = 2
 WHICH = st.integers(0, NUM_CACHES - 1)

@@ -13,12 +13,12 @@ from typing import Final
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from headwater.config import CacheConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.results import JOB_FAILURES, Reason, Status
-from headwater.testing.brain_world import ROOTS, Errand, World, WorldRequest
-from headwater.testing.index_machine import path_keys
+from machines.brain_world import ROOTS, Errand, World, WorldRequest, into
+from machines.index_machine import path_keys
 
 BLOCK_BYTES: Final = 10
 NAMES: Final = ("a", "b", "#c", "=d")  # two that a careless encoding would change
@@ -37,6 +37,17 @@ RESULTS: Final[dict[type[ev.Job], tuple[str, ...]]] = {
     ev.Save: (
         Status.STORED,
         Status.EXISTS,
+        Status.NO_PARENT,
+        Status.NO_ROOM,
+        Status.LATE,
+        Status.FAILED,
+        Status.REFUSED,
+    ),
+    ev.Demote: (
+        Status.STORED,
+        Status.EXISTS,
+        Status.MISS,
+        Status.MISS,
         Status.NO_PARENT,
         Status.NO_ROOM,
         Status.LATE,
@@ -153,6 +164,8 @@ class BrainMachine(RuleBasedStateMachine):
             world.fill(guest, len(guest.table or ()), (1,) * more)
         if stage(6):
             self.finish(lambda errand: isinstance(errand.order, ev.Save))
+            if dice.random() < 0.7:
+                self.finish(lambda errand: isinstance(errand.order, ev.Demote))
         if guest := stage(7):
             world.leave(guest)
 
@@ -235,7 +248,7 @@ class BrainMachine(RuleBasedStateMachine):
         """A store fails several jobs in a row, and a while passes."""
         if self.world.stores:
             store, failure = self.store(which), dice.choice((Reason.FAILED, Reason.LATE))
-            errands = [errand for errand in self.world.errands.values() if errand.order.store == store]
+            errands = [errand for errand in self.world.errands.values() if into(errand.order) == store]
             for errand in errands[-dice.randint(1, 3) :]:
                 self.world.check()
                 self.world.fail(errand, failure)

@@ -42,7 +42,7 @@ def _start(program: str, directory: str, room_bytes: int) -> tuple[int, "subproc
         port = free_port()
         options = ["--port", str(port), "--bind", LOOPBACK, "--save", "", "--dir", directory]
         options += ["--maxmemory", str(room_bytes + _SPARE_BYTES)]
-        process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)  # noqa: S603  found by its name
+        process = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
         try:
             trouble = _wait_for(process, port)
         except BaseException:

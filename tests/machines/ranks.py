@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.build import open_local, open_rank
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.layout.dsa import dsa_layout
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.mla import mla_layout
@@ -33,13 +33,13 @@ from headwater.layout.spec import DType, KVLayout, combine
 from headwater.storage.base import Store
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.testing.processes import freeze
 from headwater.transfer.ranks.link import connect_rank
 from headwater.transfer.ranks.members import Member, Page
 from headwater.transfer.ranks.server import serve_rank
+from machines.processes import freeze
 
 TOKENS: Final = 4
-_MODULE: Final = "headwater.testing.ranks"  # this one, run in a process of its own
+_MODULE: Final = "machines.ranks"  # this one, run in a process of its own, beside the tests
 _PATIENCE_S: Final = 60.0
 
 
@@ -162,7 +162,9 @@ class RankProcesses:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._template = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=Path(__file__).resolve().parent.parent,
             )
         self._control.settimeout(_PATIENCE_S)
 

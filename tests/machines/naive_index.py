@@ -96,6 +96,15 @@ class NaiveIndex(PrefixIndex):
         if pin.at is not None:
             cast(_Block, pin.at).guards -= 1
 
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more."""
+        block = cast(_Block | None, pin.at)
+        if block is not None:
+            if self._blocks.get(block.key) is not block:
+                return None
+            block.guards += 1
+        return Hold(block, pin.num_blocks)
+
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the first of the next victims that lacks `bit`."""
         return next((self.pin_leaf(key) for key in self.free_leaves() if not self._blocks[key].marks & bit), None)

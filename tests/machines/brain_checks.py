@@ -16,7 +16,7 @@ from headwater.core.results import MISS_REASONS
 from headwater.index.slots import SlotState
 
 if TYPE_CHECKING:
-    from headwater.testing.brain_world import World, WorldRequest
+    from machines.brain_world import World, WorldRequest
 
 KINDS: Final[dict[JobKind, type[ev.Job]]] = {
     JobKind.PROBE: ev.Probe,
@@ -51,12 +51,19 @@ def check(world: "World") -> None:
 
 def check_marks(world: "World") -> None:
     """What is marked as stored, some job has said so, and none has taken it back."""
+    for key, bits in index_marks(world).items():
+        for name, tier in world.brain.tiers.items():
+            assert not bits & tier.bit or world.claims[name, key], "believed to be stored, and is not"
+
+
+def index_marks(world: "World") -> dict[BlockKey, int]:
+    """The stores that each known block is marked with, as bits."""
     runs: Any = world.brain.index.facts()[0]
-    for row, _, marks, *_ in runs:
-        for at, bits in enumerate(bytes.fromhex(marks)):
-            key = BlockKey(bytes.fromhex(row[2 * KEY_BYTES * at : 2 * KEY_BYTES * (at + 1)]))
-            for name, tier in world.brain.tiers.items():
-                assert not bits & tier.bit or world.claims[name, key], "believed to be stored, and is not"
+    return {
+        BlockKey(bytes.fromhex(row[2 * KEY_BYTES * at : 2 * KEY_BYTES * (at + 1)])): bits
+        for row, _, marks, *_ in runs
+        for at, bits in enumerate(bytes.fromhex(marks))
+    }
 
 
 def check_save(world: "World", save: ev.Save) -> None:
@@ -64,6 +71,32 @@ def check_save(world: "World", save: ev.Save) -> None:
     for key, slot in zip(save.keys, save.slots, strict=True):
         assert world.known.get(key) == slot, "a save of a block that is not there any more"
         assert world.content[slot] == key, "a save of other bytes"
+
+
+def check_demote(world: "World", demote: ev.Demote) -> None:
+    """What is to be demoted is believed to be in the source, or is on its way there, and then that comes first."""
+    assert world.claims[demote.store, demote.keys[-1]], "a demotion of what nobody has"
+    writers = [
+        errand.order.job
+        for errand in world.errands.values()
+        if isinstance(errand.order, ev.Save | ev.StoreCopy)
+        and errand.order.job != demote.job
+        and (errand.order.target if isinstance(errand.order, ev.StoreCopy) else errand.order.store) == demote.store
+        and not set(demote.keys).isdisjoint(errand.order.keys)
+    ]
+    assert demote.after == max(writers, default=0), "a demotion before its source has the row"
+
+
+def check_source(world: "World", save: ev.Save) -> None:
+    """The device is not read for what a faster store has, or was just told to take."""
+    key, marks = save.keys[-1], index_marks(world)
+    for name, tier in world.brain.tiers.items():
+        if name == save.store:
+            break
+        begun = max(world.claims[name, key], default=0) > world.num_jobs_before
+        held = world.marks_before.get(key, 0) & marks.get(key, 0) & tier.bit
+        readable = tier.breakers[JobKind.LOAD].state is BreakerState.CLOSED
+        assert not (readable and (begun or held)), "read from the device once more"
 
 
 def check_guest(world: "World", guest: "WorldRequest") -> None:
@@ -130,13 +163,17 @@ def check_sums(world: "World") -> None:
     for errand in world.errands.values():
         order = errand.order
         if not isinstance(order, ev.Probe):
-            store = order.target if isinstance(order, ev.Promote) else order.store
+            store = order.target if isinstance(order, ev.StoreCopy) else order.store
             queued[store, isinstance(order, ev.Load)] += len(order.keys) * world.config.block_bytes
     for name, tier in world.brain.tiers.items():
         orders = [errand.order for errand in world.errands.values() if errand.order.store == name]
         for kind, breaker in tier.breakers.items():
             if breaker.state is BreakerState.HALF_OPEN:
-                assert any(isinstance(order, KINDS[kind]) for order in orders), "a probe that nobody makes"
+                demoted = kind is JobKind.SAVE and any(
+                    isinstance(errand.order, ev.Demote) and errand.order.target == name
+                    for errand in world.errands.values()
+                )
+                assert demoted or any(isinstance(order, KINDS[kind]) for order in orders), "a probe that nobody makes"
         reading = [errand for errand in world.errands.values() if errand.order.store == name and not errand.copied]
         assert tier.num_pinning == sum(isinstance(errand.order, ev.Save) for errand in reading)
         assert tier.queued_load_bytes == queued[name, True]

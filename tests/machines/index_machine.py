@@ -21,10 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, Victim
-from headwater.index.naive import NaiveIndex
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import BlockFacts, Policy, policy_by_name
+from machines.naive_index import NaiveIndex
 
 NUM_BITS: Final = 2  # stores whose marks are tried
 NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
@@ -33,7 +33,7 @@ NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 PATHS: Final = ("0000", "00000", "000", "00", "0", "0010", "001", "01", "1", "10", "101", "")  # they share, and part
 MOVES: Final = (
     *("compute", "compute", "race", "hold", "advance", "extend", "extend", "release", "release"),
-    *("pin", "pin_coldest", "unpin", "mark", "mark", "unmark", "squeeze", "squeeze", "unquarantine", "wait"),
+    *("pin", "pin_coldest", "unpin", "repin", "mark", "mark", "unmark", "squeeze", "squeeze", "unquarantine", "wait"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 63)),
@@ -207,6 +207,16 @@ class IndexMachine(RuleBasedStateMachine):
         assert keys[-1] in lacking
         self.check_lowest(keys[-1], lacking)
         self.pins.append(Grip(pin, self.naive.pin_leaf(keys[-1]), keys))
+
+    def repin(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """What was copied is to be copied once more, if it is still there."""
+        if self.ended:
+            grip = pick(self.ended, which)
+            radix, naive = self.radix.repin(grip.radix), self.naive.repin(grip.naive)
+            assert (radix is None) == (naive is None), "there for one, and gone for the other"
+            if radix is not None and naive is not None:
+                assert self.radix.keys(radix) == grip.keys
+                self.pins.append(Grip(radix, naive, grip.keys))
 
     def unpin(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """The job has read its blocks."""

@@ -8,7 +8,7 @@ over faulty stores, each announced to one index; at the end the index must hold 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from headwater.config import CacheConfig, SaveWhen
+from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
@@ -17,11 +17,11 @@ from headwater.core.results import Status
 from headwater.residency.events import TIERS
 from headwater.residency.memory import MemoryResidency
 from headwater.storage.memory import MemoryStore
-from headwater.testing.brain_machine import PATHS, BrainMachine, configs
-from headwater.testing.brain_world import Errand, World, WorldRequest
-from headwater.testing.cache_machine import TieredCacheMachine
 from headwater.testing.clock import FakeClock
-from headwater.testing.residency_machine import Ear, soon, states
+from machines.brain_machine import PATHS, BrainMachine, configs
+from machines.brain_world import Errand, World, WorldRequest
+from machines.cache_machine import TieredCacheMachine
+from machines.residency_machine import Ear, soon, states
 
 GOOD = (Status.STORED, Status.EXISTS, Status.HIT)
 NOT_THERE = (
@@ -50,7 +50,7 @@ class ListeningWorld(World):
     def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         """What a job showed of a store, block by block, up to the first of which nobody knows more."""
         order = errand.order
-        name = order.target if isinstance(order, ev.Promote) else order.store
+        name = order.target if isinstance(order, ev.StoreCopy) else order.store
         off = self.brain.tiers[name].state is BreakerState.OFF
         for key, result in zip(order.keys, results or (), strict=False):
             if result == Status.ABSENT:
@@ -58,7 +58,9 @@ class ListeningWorld(World):
             elif result in GOOD and not off:
                 self.seen[name].add(key)
         first = next((i for i, result in enumerate(results or ()) if result not in GOOD), None)
-        if results is not None and first is not None and results[first] in NOT_THERE:
+        if results is not None and first is not None and isinstance(order, ev.Demote) and results[first] == "miss":
+            self.seen[order.store].discard(order.keys[first])
+        elif results is not None and first is not None and results[first] in NOT_THERE:
             self.seen[name].discard(order.keys[first])
             if results[first] == Status.NO_PARENT:
                 self.seen[name].discard(self.origin[order.keys[first]][0])

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, SaveWhen
+from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.index.slots import SlotState
-from headwater.testing import brain_checks
-from headwater.testing.index_machine import NOBODY, child_key, path_keys
+from machines import brain_checks
+from machines.index_machine import NOBODY, child_key, path_keys
 
 HELD: Final = (Status.STORED, Status.EXISTS)
 TENANTS: Final = (ev.NO_TENANT, b"another tenant..")
@@ -85,6 +85,8 @@ class World:
         self.origin: dict[BlockKey, tuple[BlockKey, int, int]] = {}  # of every name: the one before, depth, tenant
         self.claims: defaultdict[tuple[str, BlockKey], set[int]] = defaultdict(set)  # jobs that say: it is stored
         self.known: dict[BlockKey, int] = {}  # what the index holds, and where
+        self.num_jobs_before = 0  # when the last event was told
+        self.marks_before: dict[BlockKey, int] = {}  # then
         self.recorded: list[str] = []
         self.bills: list[ev.Finished] = []
         self._rubbish = itertools.count()
@@ -249,8 +251,9 @@ class World:
         there = list(itertools.takewhile(lambda key: key in store, order.keys))
         if isinstance(order, ev.Load):
             return (Status.HIT,) * len(there) + (Status.MISS,) * (len(order.keys) - len(there))
-        if isinstance(order, ev.Promote):
-            return self.put(order.target, there) + (Status.FAILED,) * (len(order.keys) - len(there))
+        if isinstance(order, ev.StoreCopy):
+            lacking = Status.MISS if isinstance(order, ev.Demote) else Status.FAILED
+            return self.put(order.target, there) + (lacking,) * (len(order.keys) - len(there))
         return self.put(order.store, order.keys)
 
     def put(self, store: str, keys: Sequence[BlockKey]) -> tuple[Status, ...]:
@@ -294,10 +297,14 @@ class World:
         order, guest = errand.order, errand.guest
         errand.results = results if results is not None else (Status.FAILED,) * len(order.keys)
         del self.errands[order.job]
-        if isinstance(order, ev.Save):
+        if isinstance(order, ev.Save | ev.Demote):
             num_held = num_leading(errand.results, HELD)
             for key in order.keys[num_held:]:
-                self.claims[order.store, key].discard(order.job)
+                self.claims[into(order), key].discard(order.job)
+                if (
+                    Status.MISS in errand.results[num_held : num_held + 1]
+                ):  # whoever said that the source has it was wrong
+                    self.claims[order.store, key] &= set(self.errands)
         elif isinstance(order, ev.Load):
             for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)
@@ -347,6 +354,7 @@ class World:
         copy = ev.decode(json.loads(text))
         assert copy == event, "an event that does not survive JSON"
         known = self.known
+        self.num_jobs_before, self.marks_before = self.num_jobs, brain_checks.index_marks(self)
         out = self.brain.handle(event)
         self.known = {key: slot for key, _, slot in self.brain.index.blocks()}
         assert isinstance(copy, ev.Event)
@@ -401,6 +409,8 @@ class World:
             elif isinstance(errand.order, ev.Save):
                 assert isinstance(event, ev.Wanted), "a save that is in nobody's way"
                 assert not errand.copied, "a save that keeps nothing"
+            elif isinstance(errand.order, ev.Demote):
+                assert self.errands[errand.order.after].cancelled, "a demotion that is in nobody's way"
             assert not isinstance(errand.order, ev.Promote)
         elif isinstance(one, ev.Finished):
             assert guest is not None
@@ -462,9 +472,21 @@ class World:
             assert one.deadline_s == self.now_s + tier.save_timeout_s
             assert len(one.slots) == len(one.keys)
             assert start == 0 or self.claims[one.store, parent], "a suffix without its prefix"
+            brain_checks.check_source(self, one)
             for key in one.keys:
                 self.claims[one.store, key].add(one.job)
             brain_checks.check_save(self, one)
+        elif isinstance(one, ev.Demote):
+            names = list(self.stores)
+            target = self.brain.tiers[one.target].config
+            assert target.save is not SaveWhen.NEVER
+            assert names.index(one.store) < names.index(one.target), "a demotion to a faster store"
+            assert one.parent == parent
+            assert start == 0 or self.claims[one.target, parent], "a suffix without its prefix"
+            assert one.deadline_s == self.now_s + target.save_timeout_s + (tier.save_timeout_s if one.after else 0)
+            brain_checks.check_demote(self, one)
+            for key in one.keys:
+                self.claims[one.target, key].add(one.job)
         else:
             assert isinstance(one, ev.Promote)
             assert guest is not None
@@ -513,3 +535,8 @@ class World:
 def num_leading(results: Sequence[Status], good: Sequence[Status]) -> int:
     """How many leading results are good."""
     return next((i for i, result in enumerate(results) if result not in good), len(results))
+
+
+def into(order: ev.Job) -> str:
+    """The store that a job writes to, or asks."""
+    return order.target if isinstance(order, ev.StoreCopy) else order.store

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from headwater.cache.cache import TieredCache
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Cancel, Event, Finished, Instruction, Job, Probe
 from headwater.core.keys import BlockKey

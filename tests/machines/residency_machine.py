@@ -29,7 +29,7 @@ from headwater.residency.memory import MemoryResidency
 from headwater.residency.session import ResidencySession
 from headwater.storage.base import Deadline
 from headwater.testing.clock import FakeClock
-from headwater.testing.index_machine import NOBODY, path_keys
+from machines.index_machine import NOBODY, path_keys
 
 NODES: Final = ("a", "b", "c d\u00e9")
 STORES: Final = ("host", "disk", "pool")

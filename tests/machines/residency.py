@@ -9,7 +9,7 @@ from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.residency.base import Found, Residency
 from headwater.residency.events import Applied, Change, State, Update, UpdateKind
-from headwater.testing.residency_machine import soon
+from machines.residency_machine import soon
 
 ROOT: Final = BlockKey(hashlib.sha256(b"root").digest())
 

@@ -2,8 +2,8 @@
 
 Ports are knocked at from here. Everything that goes through the engine, whose calls may block with the GIL held, is
 tried in a process of its own, which says how far it came and is ended when its time is up: `python -m
-headwater.pool.diagnosis URL` prints one JSON line for each step. Writes one small page under a prefix of its own, reads
-it back, compares it, removes it.
+headwater.lab.pool_diagnosis URL` prints one JSON line for each step. Writes one small page under a prefix of its own,
+reads it back, compares it, removes it.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.results import Status
+from headwater.lab.finding import FAIL, OK, WARN, Check
 from headwater.layout.frame import Fault, PageMeta, frame_bytes, seal, verify
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Deadline
@@ -27,9 +27,6 @@ from headwater.storage.mooncake import MooncakeStore
 from headwater.storage.mooncake.config import P2P, MooncakeConfig, address, parse_url
 from headwater.storage.mooncake.watch import knock
 
-OK: Final = "ok"
-WARN: Final = "warn"
-FAIL: Final = "fail"
 _KNOCK_S: Final = 0.5
 _PROBE_S: Final = 8.0
 _CALL_S: Final = 3.0
@@ -37,28 +34,18 @@ _PLANES: Final = (4096, 1000)
 _NO_MEMORY: Final = "no client gives the pool memory, or all of it is in use"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was looked at, how it is, what was found, what to do."""
-
-    name: str
-    state: str
-    found: str
-    hint: str = ""
-
-
-def diagnose(url: str) -> list[Finding]:
+def diagnose(url: str) -> list[Check]:
     """Look at the pool of a `mooncake://` URL, and try it. Blocks for about ten seconds at most. Raises nothing."""
     try:
         config = parse_url(url)
     except InvalidConfig as error:
-        return [Finding("pool address", FAIL, str(error), "`headwater pool up` prints one for this machine")]
+        return [Check("pool address", FAIL, str(error), "`headwater pool up` prints one for this machine")]
     findings = [*_ports(config), *_metadata(config)]
     reachable = all(finding.state == OK for finding in findings)
     return [*findings, *_probe(url, only_load=not reachable)]
 
 
-def _ports(config: MooncakeConfig) -> Iterator[Finding]:
+def _ports(config: MooncakeConfig) -> Iterator[Check]:
     hints = {
         "pool master": "start one (`headwater pool up`), or mend the address; all clients wait for it",
         "pool client": "it shares its memory with this machine's processes: `headwater pool up`, or leave shm out",
@@ -66,10 +53,10 @@ def _ports(config: MooncakeConfig) -> Iterator[Finding]:
     for (name, hint), where in zip(hints.items(), (config.master, config.shm), strict=True):
         if where is not None:
             trouble = knock(*address(name, where), _KNOCK_S)
-            yield Finding(name, OK, f"answers at {where}") if trouble is None else Finding(name, FAIL, trouble, hint)
+            yield Check(name, OK, f"answers at {where}") if trouble is None else Check(name, FAIL, trouble, hint)
 
 
-def _metadata(config: MooncakeConfig) -> Iterator[Finding]:
+def _metadata(config: MooncakeConfig) -> Iterator[Check]:
     name, where = "pool metadata", urlsplit(config.metadata)
     if config.metadata == P2P or where.scheme != "http" or config.shm is not None:
         return
@@ -79,15 +66,15 @@ def _metadata(config: MooncakeConfig) -> Iterator[Finding]:
         line.request("GET", f"{where.path}?key=headwater")
         line.getresponse().read()
     except (OSError, http.client.HTTPException) as error:
-        yield Finding(name, FAIL, f"{config.metadata}: {error}", hint)
+        yield Check(name, FAIL, f"{config.metadata}: {error}", hint)
     else:
-        yield Finding(name, OK, f"answers at {config.metadata}")
+        yield Check(name, OK, f"answers at {config.metadata}")
     finally:
         line.close()
 
 
-def _probe(url: str, *, only_load: bool) -> list[Finding]:
-    command = [sys.executable, "-m", "headwater.pool.diagnosis", url, *(["--only-load"] if only_load else [])]
+def _probe(url: str, *, only_load: bool) -> list[Check]:
+    command = [sys.executable, "-m", "headwater.lab.pool_diagnosis", url, *(["--only-load"] if only_load else [])]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)  # noqa: S603  ours
     with child:
         try:
@@ -97,50 +84,46 @@ def _probe(url: str, *, only_load: bool) -> list[Finding]:
             child.kill()
             printed, _ = child.communicate()
             hung = True
-    findings = [Finding(**json.loads(line)) for line in printed.splitlines() if line.startswith("{")]
+    findings = [Check(**json.loads(line)) for line in printed.splitlines() if line.startswith("{")]
     if hung:
         hint = "a server is stopped or overloaded, or a port for transfers is closed between the machines"
-        findings.append(Finding("pool page", FAIL, f"did not come back within {_PROBE_S:.0f} s", hint))
+        findings.append(Check("pool page", FAIL, f"did not come back within {_PROBE_S:.0f} s", hint))
     elif child.returncode:
-        findings.append(
-            Finding("pool engine", FAIL, f"it ended with {child.returncode}", "see `headwater pool status`")
-        )
+        findings.append(Check("pool engine", FAIL, f"it ended with {child.returncode}", "see `headwater pool status`"))
     return findings
 
 
 # --- in the process of its own ----------------------------------------------------------------------------------------
 
 
-def _try(url: str) -> Iterator[Finding]:
+def _try(url: str) -> Iterator[Check]:
     """Join, write a page, read it back."""
     config = dataclasses.replace(parse_url(url), prefix=f"headwater-doctor:{secrets.token_hex(8)}:", segment_bytes=0)
     try:
         store = MooncakeStore(config)
     except HeadwaterError as error:
         hint = "the master answers: look at metadata, protocol, device and local in the URL"
-        yield Finding("pool engine", FAIL, str(error), hint)
+        yield Check("pool engine", FAIL, str(error), hint)
         return
-    yield Finding("pool engine", OK, f"joined by {'shared memory' if config.shm else config.protocol}")
+    yield Check("pool engine", OK, f"joined by {'shared memory' if config.shm else config.protocol}")
     page, frame = _page()
     put = store.put([(page.name, frame)], deadline=Deadline.after(_CALL_S))[0]
     if put is Status.NO_ROOM and parse_url(url).segment_bytes:
-        yield Finding(
-            "pool page", WARN, f"not tried: {_NO_MEMORY}", "who uses this address gives some itself (segment)"
-        )
+        yield Check("pool page", WARN, f"not tried: {_NO_MEMORY}", "who uses this address gives some itself (segment)")
     elif put is Status.NO_ROOM:
-        yield Finding("pool page", FAIL, _NO_MEMORY, "`headwater pool up` starts one; or say segment=2GiB in the URL")
+        yield Check("pool page", FAIL, _NO_MEMORY, "`headwater pool up` starts one; or say segment=2GiB in the URL")
     elif put is not Status.STORED:
         hint = "whose memory it would lie in does not answer: a process that ended, or a closed port"
-        yield Finding("pool page", FAIL, f"writing one ended as {put}", hint)
+        yield Check("pool page", FAIL, f"writing one ended as {put}", hint)
     else:
         back = memoryview(bytearray(len(frame)))
         got = store.get_into([(page.name, back)], deadline=Deadline.after(_CALL_S))[0]
         intact = got is Status.HIT and not isinstance(verify(back, page.name, now_ms=0), Fault) and back == frame
         if intact:
-            yield Finding("pool page", OK, "written, read back and equal")
+            yield Check("pool page", OK, "written, read back and equal")
         else:
             said = "came back with other bytes" if got is Status.HIT else f"reading it ended as {got}"
-            yield Finding("pool page", FAIL, said, "do not use this pool")
+            yield Check("pool page", FAIL, said, "do not use this pool")
     store.delete([page.name], deadline=Deadline.after(_CALL_S))
 
 
@@ -152,15 +135,15 @@ def _page() -> tuple[PageMeta, memoryview]:
     return meta, frame
 
 
-def _load_only() -> Iterator[Finding]:
+def _load_only() -> Iterator[Check]:
     from headwater.storage.mooncake.engine import load
 
     try:
         load()
     except HeadwaterError as error:
-        yield Finding("pool engine", FAIL, str(error))
+        yield Check("pool engine", FAIL, str(error))
     else:
-        yield Finding("pool engine", OK, "installed")
+        yield Check("pool engine", OK, "installed")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headwater.testing.processes import Helper, Ref
+from machines.processes import Helper, Ref
 
 NUM_PROCESSES = 3
 NUM_CHAINS = 8
