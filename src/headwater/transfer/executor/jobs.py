@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
-from headwater.core.results import BAD_PAGE, GET_ANSWERS, PUT_ANSWERS, Reason, Status
-from headwater.layout.frame import Fault, PageMeta, parse
-from headwater.layout.tail import is_zero_behind
+from headwater.core.results import BAD_PAGE, PUT_ANSWERS, Reason, Status
+from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed, seal_pages
@@ -118,26 +117,14 @@ class JobRunner:
 
     def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
         """A Probe's answer from memory; None: there is none, or the store raised. Does not block."""
-        store = self._tiers[order.store].store.cached_names()
-        if store is None:
-            return None
-        names = self._naming.names(order.keys)
-
-        def contains_cached() -> list[bool] | None:
-            found = store.contains_cached(names)
-            return None if found is None else list(found)
-
         try:
-            held = call(order.store, contains_cached)
-            if held is None:
-                return None
-            require(order.store, held, len(names), None, bool)
+            held = self._tiers[order.store].contains_cached(self._naming.names(order.keys))
         except StoreTrouble:
             return None  # whatever it is, asking will show it
-        return _statuses(held)
+        return None if held is None else _statuses(held)
 
     def _probe(self, job: JobState, order: Probe) -> list[Status]:
-        held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
+        held = self._tiers[order.store].contains(self._naming.names(order.keys), job.deadline)
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
@@ -212,7 +199,7 @@ class JobRunner:
             self._courtesy.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
-        there = [False] * len(names) if order.valid_tokens else self._contains(self._tiers[order.store], job, names)
+        there = [False] * len(names) if order.valid_tokens else self._tiers[order.store].contains(names, job.deadline)
         results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         if not order.valid_tokens and self._in_place.reaches(order.store):
@@ -290,7 +277,7 @@ class JobRunner:
         """
         names, target = self._naming.names(order.keys), self._tiers[order.target]
         demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
-        there = self._contains(target, job, names) if demoting else [False] * len(names)
+        there = target.contains(names, job.deadline) if demoting else [False] * len(names)
         results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
         done = 0
@@ -306,7 +293,7 @@ class JobRunner:
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
-                    statuses = self._put(target, job, items[:num_hits])
+                    statuses = target.put(items[:num_hits], job.deadline)
                 except StoreTrouble:
                     if not done:
                         raise
@@ -334,11 +321,6 @@ class JobRunner:
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
 
-    def _contains(self, tier: TierStore, job: JobState, names: list[PageName]) -> list[bool]:
-        held = call(tier.name, lambda: list(tier.store.contains(names, deadline=job.deadline)))
-        require(tier.name, held, len(names), None, bool)
-        return held
-
     def _read(
         self,
         job: JobState,
@@ -347,35 +329,24 @@ class JobRunner:
         judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
         """Pages, verified. `judged` hears what was found before bad pages are removed."""
-        reader = self._tiers[order.store].reader
-        got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
-        require(order.store, got, len(items), GET_ANSWERS)
+        tier = self._tiers[order.store]
+        got = tier.read(items, job.deadline, judged)
         if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
             ((name, frame),) = items
-            if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
+            if not self._naming.is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
                 got = [Status.FOREIGN]
                 if judged is not None:
                     judged(got)
-                call(order.store, lambda: reader.refuse(name, deadline=job.deadline))
+                call(order.store, lambda: tier.reader.refuse(name, deadline=job.deadline))
         return got
-
-    def _is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
-        """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9)."""
-        header = parse(frame)
-        if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
-            return False
-        return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self._naming.layout, valid_tokens)
 
     def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
         """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
 
         Its trouble is not the target's, and the blocks may still be on the device: a miss.
         """
-        tier = self._tiers[job.order.store]
         try:
-            got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
-            require(tier.name, got, len(items), GET_ANSWERS)
-            return got
+            return self._tiers[job.order.store].peek(items, job.deadline)
         except StoreTrouble as trouble:
             log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
             return [Status.FAILED] * len(items)
@@ -395,22 +366,17 @@ class JobRunner:
 
         def put() -> list[Status]:
             if sealed:
-                return list(tier.store.put([(meta.name, frame) for meta, frame in unsealed], deadline=deadline))
-            return list(put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline))
-
-        def checked() -> list[Status]:
-            statuses = call(tier.name, put)
+                return tier.put([(meta.name, frame) for meta, frame in unsealed], deadline)
+            statuses = call(
+                tier.name,
+                lambda: list(
+                    put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline)
+                ),
+            )
             require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
             return statuses
 
-        return checked
-
-    def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
-        if not items:
-            return []
-        statuses = call(tier.name, lambda: list(tier.store.put(items, deadline=job.deadline)))
-        require(tier.name, statuses, len(items), PUT_ANSWERS)
-        return statuses
+        return put
 
     def _moved(self, tier: str, direction: str, num_pages: int) -> int:
         num_bytes = num_pages * self._frame_bytes

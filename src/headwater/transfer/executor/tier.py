@@ -3,20 +3,23 @@
 No threads, no decisions: whether a store is used is decided in `worker.py` and above, from what is said here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 from headwater.core.errors import InvalidInput, StoreError
 from headwater.core.events import Save
 from headwater.core.page import KEY_BYTES, PageName, page_name
-from headwater.layout.frame import PageMeta, frame_bytes
+from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, Status
+from headwater.layout.frame import Fault, PageMeta, frame_bytes, parse
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
+from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
-from headwater.storage.base import Clock, Store
+from headwater.storage.base import Clock, Deadline, Store
 from headwater.storage.verified import VerifiedStore
 from headwater.storage.wrappers import WrapperStore
+from headwater.transfer.executor.trouble import call, require
 
 BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
 
@@ -87,6 +90,13 @@ class Naming:
         keys, depth, first = order.keys, order.depth, self.meta(order, places[0])
         return [first, *(first.another(keys[at], keys[at - 1], depth + at) for at in places[1:])]
 
+    def is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
+        """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9). Pure."""
+        header = parse(frame)
+        if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
+            return False
+        return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self.layout, valid_tokens)
+
 
 class TierStore:
     """A store as the executor uses it: written to as it is, read only through verification."""
@@ -101,6 +111,51 @@ class TierStore:
         while isinstance(inner, WrapperStore):
             inner = inner.store
         self.damageable = inner if isinstance(inner, Damageable) else None
+
+    # --- foreign code, whose answers are looked at before they are believed: each raises StoreTrouble -----------------
+
+    def contains(self, names: Sequence[PageName], deadline: Deadline) -> list[bool]:
+        """Whether each page seems to be there. Blocks."""
+        held = call(self.name, lambda: list(self.store.contains(names, deadline=deadline)))
+        require(self.name, held, len(names), None, bool)
+        return held
+
+    def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
+        """The same from memory; None: the store has to be asked. Does not block."""
+        store = self.store.cached_names()
+        found = call(self.name, lambda: store.contains_cached(names)) if store is not None else None
+        if found is None:
+            return None
+        held = call(self.name, lambda: list(found))
+        require(self.name, held, len(names), None, bool)
+        return held
+
+    def read(
+        self,
+        items: Sequence[tuple[PageName, memoryview]],
+        deadline: Deadline,
+        judged: Callable[[Sequence[Status]], None] | None = None,
+    ) -> list[Status]:
+        """Pages, verified; `judged` as in `VerifiedStore.get_into`. Blocks."""
+        got = call(self.name, lambda: list(self.reader.get_into(items, deadline=deadline, judged=judged)))
+        require(self.name, got, len(items), GET_ANSWERS)
+        return got
+
+    def peek(self, items: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
+        """The same, and counts as no use. Blocks."""
+        got = call(self.name, lambda: list(self.reader.peek_into(items, deadline=deadline)))
+        require(self.name, got, len(items), GET_ANSWERS)
+        return got
+
+    def put(self, items: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
+        """Sealed frames. Blocks."""
+        if not items:
+            return []
+        statuses = call(self.name, lambda: list(self.store.put(items, deadline=deadline)))
+        require(self.name, statuses, len(items), PUT_ANSWERS)
+        return statuses
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     @property
     def trouble(self) -> str | None:
