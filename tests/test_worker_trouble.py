@@ -314,7 +314,7 @@ def test_a_listener_that_raises_or_submits_disturbs_nobody(
 
 def test_what_is_not_the_hands_work_is_refused_whole(make: Callable[..., Rig]) -> None:
     rig = make({"host": OddStore(), "disk": OddStore()})
-    late = {"deadline_s": time.monotonic() + PATIENCE_S}
+    late: dict[str, Any] = {"deadline_s": time.monotonic() + PATIENCE_S}
     good = Probe(job=1, store="host", keys=keys(1, 1), **late)
     bad: list[tuple[Sequence[Instruction], str]] = [
         ([good, Granted(request="r", slots=())], "not the executor's work"),

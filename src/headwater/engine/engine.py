@@ -104,7 +104,6 @@ class Engine(Closing):
         self._in_hurry = False
         self._news = False  # the cache heard something since it was last looked at
         self._generation = connector.cache.generation
-        connector.cache.on_change = self._wake
         self._handover = Handover(
             handoffs,
             connector,
@@ -115,6 +114,7 @@ class Engine(Closing):
             tell_end=self._tell_end,
             wake=self._wake,
         )
+        connector.cache.on_change = self._wake
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
         self._thread.start()
 
@@ -180,8 +180,8 @@ class Engine(Closing):
         """Nobody wants the answer any more: it ends at the next step, and hears so. Does not block."""
         with self._lock:
             request.cancelled = True
+            self._news = True
             self._lock.notify()
-        self._handover.wake()
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
@@ -194,6 +194,7 @@ class Engine(Closing):
     def _wake(self) -> None:
         """A store answered, or blocks came: look again."""
         with self._lock:
+            self._handover.noticed()
             self._news = True
             self._lock.notify()
 

@@ -6,7 +6,7 @@ shipped conformance suite (`headwater.testing.stores`):
 
 - One result per item, in the order asked; a bad item never spoils its neighbours; an empty batch is fine.
 - No call outlives its deadline by more than one page's copy or one look at an index. What was not done by then is LATE,
-  and published nothing. (A store that is not `interruptible` cannot promise the first: see `calls.py`.)
+  and published nothing. (One that is not `interruptible` cannot promise the first: executors give it up.)
 - The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
 - `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
 - A store that knows parents keeps no page without the one before it: a put answers NO_PARENT (pages of one put are

@@ -93,6 +93,8 @@ class VirtualExecutor:
             naming=naming,
             slice_pages=3,
             in_place_pages=3,
+            overlaps=False,
+            grace_s=0.25,
             clock=clock,
             courtesy=Courtesy(),
             metrics=metrics,

@@ -85,6 +85,7 @@ class Worker:
         max_extra_threads: int = 2,
         slice_pages: int = 32,
         in_place_pages: int = 128,
+        overlaps: bool = False,
         grace_s: float = 0.25,
     ) -> None:
         """Start the threads. Raises InvalidInput, with none started.
@@ -92,7 +93,8 @@ class Worker:
         `stores`, by tier, are taken as they are: reading from them goes through verification here. `layout`, `shard`
         and `part` are those of a page: the whole block, or what one rank holds of it. Deadlines are on `clock`.
         `slice_pages` go together through staging, `in_place_pages` straight into a store's memory: there a slice holds
-        no page, and costs the interpreter by the slice.
+        no page, and costs the interpreter by the slice. With `overlaps` the store is called for one slice while the
+        device is at another: faster for few long rows, and each takes twice the pages.
         """
         if not stores:
             raise InvalidInput("a worker needs at least one store")
@@ -131,6 +133,8 @@ class Worker:
             naming=naming,
             slice_pages=slice_pages,
             in_place_pages=in_place_pages,
+            overlaps=overlaps,
+            grace_s=grace_s,
             clock=clock,
             courtesy=self._courtesy,
             metrics=self._metrics,
@@ -331,6 +335,7 @@ class Worker:
             self._run(job)
             with self._ledger.lock:
                 queue.leave(job)
+                self._ledger.stuck.discard(job)
             self._ledger.flush()
         with self._ledger.lock:
             self._watch.notify()  # after close() it waits for the last of us
@@ -356,6 +361,7 @@ class Worker:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
         order = job.order
         tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, StoreCopy) else []))]
+        on_device = False
         try:
             self._notice(tiers)
             self._require_on(tiers[1:] if isinstance(order, Demote) else tiers)  # a source that is off gives nothing
@@ -364,14 +370,14 @@ class Worker:
             failure, why = trouble.failure, trouble.why
         except BaseException as error:  # staging is foreign code too
             log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
-            failure, why = Reason.FAILED, f"{type(error).__name__}: {error}"
+            failure, why, on_device = Reason.FAILED, f"{type(error).__name__}: {error}", True
         else:
             self._notice(tiers)
             self._ledger.done(job, results)
             return
         self._notice(tiers)
         with self._ledger.lock:
-            self._ledger.fail(job, failure, why)
+            self._ledger.fail(job, failure, why, on_device=on_device)
 
     def _notice(self, tiers: Iterable[TierStore]) -> None:
         """Say StoreOff, once, for stores that turned themselves off."""
@@ -435,11 +441,12 @@ class Worker:
         kind, why = "store_stuck", "a store's call did not return in time"
         if job.copying:
             kind, why = "copy_stuck", "a copy did not end in time"
-        self._ledger.fail(job, Reason.LATE, why)
+        self._ledger.give_up(job, why)
         if job.copying and isinstance(job.order, Load):
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
         queue.stick(job)
-        self._ledger.changed.notify_all()  # who waits for its layers
+        self._ledger.stuck.add(job)
+        self._ledger.changed.notify_all()  # who waits for its layers, or for its pages
         self._metrics.event(kind, store=queue.name, job=job.kind)
         if not self._closed and queue.num_able + queue.num_stuck < self._max_threads:
             queue.num_able += 1
