@@ -204,7 +204,7 @@ def check(store: LocalStore, *, remove: bool = False, progress: Progress | None 
 
 def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: memoryview) -> Fault | str:
     deadline = Deadline.after(_CALL_S)
-    status = store.peek(name, frame, deadline=deadline)
+    (status,) = store.peek_into([(name, frame)], deadline=deadline)
     if store.down is not None:
         raise store.down
     if status is Status.MISS:

@@ -298,10 +298,6 @@ class LocalStore(Store):
         """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
         return self._answer(lambda at: at.transact(lambda: problems(at.catalog), deadline))
 
-    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> Status:
-        """Copy one frame out as `get_into` does, without counting it as a use."""
-        return self._run(lambda at: self._get(at, name, buffer, deadline), Status.FAILED)
-
     def frame_bytes(self, name: PageName) -> int | None:
         """Size of a page's frame, if the page seems to be there. Memory only."""
         place = self._run(lambda at: at.catalog.mirror.places.get(name), None)
