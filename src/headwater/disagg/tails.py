@@ -16,7 +16,7 @@ from headwater.core.errors import InvalidConfig, ResourceClosed
 from headwater.core.results import Reason, Status
 from headwater.disagg.lanes import Lane
 from headwater.disagg.outcome import Moved, why_call, why_status
-from headwater.layout.frame import Fault, PageMeta, parse, seal
+from headwater.layout.frame import PageMeta, parse, seal
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import zero_tail
 from headwater.metrics import Metrics
@@ -114,7 +114,7 @@ def _verified(
 def is_tail(frame: memoryview, layout: KVLayout, valid_tokens: int) -> bool:
     """Whether a verified frame is of a block of so many tokens, and nothing is behind them. Pure."""
     header = parse(frame)
-    if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
+    if isinstance(header, Status) or header.meta.valid_tokens != valid_tokens:
         return False
     payload = frame[header.header_bytes : header.frame_bytes]
     clean = bytearray(payload)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import PREFIX_BYTES, Fault, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, PageMeta, claims, parse
 from headwater.layout.headers import are_of, claim_all
 from headwater.storage.base import Addressable, Borrow, Deadline, Reservation
 from headwater.storage.local.allocator import Search
@@ -178,7 +178,7 @@ class MappedStore(LocalStore, Addressable):
 def _fits(reservation: Reservation) -> bool:
     """Whether a slot holds the frame that it was reserved for."""
     header = parse(reservation.view, known=reservation.meta)
-    if isinstance(header, Fault):
+    if isinstance(header, Status):
         return False
     return header.meta == reservation.meta and header.frame_bytes == len(reservation.view)
 

@@ -20,7 +20,7 @@ from headwater.config import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
@@ -126,7 +126,7 @@ class LocalStore(Store):
                 batch: list[tuple[int, Header]] = []
                 for i, (name, frame) in enumerate(pages[start : start + BATCH_PAGES], start):
                     header = parse(frame)
-                    if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
+                    if isinstance(header, Status) or header.meta.name != name or len(frame) != header.frame_bytes:
                         results[i] = Status.REFUSED
                     else:
                         batch.append((i, header))

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 import numpy as np
 
 from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
-from headwater.layout.frame import Fault, frame_bytes, promised
+from headwater.core.results import Status
+from headwater.layout.frame import frame_bytes, promised
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.populate import address_of, populate
 
@@ -174,7 +175,7 @@ class TorchStaging:
         """
         frames = [self._host.page(page) for page in pages]
         digests = [promised(frame) for frame in frames]
-        expected = [one for one in digests if not isinstance(one, Fault)]
+        expected = [one for one in digests if not isinstance(one, Status)]
         if len(expected) < len(frames):
             raise CopyDamaged("a page is not sealed any more")
         transfer = self._engine.scatter(frames, slots, expected=np.stack(expected) if expected else None)
