@@ -17,7 +17,7 @@ from headwater.config import SaveWhen
 from headwater.core.events import Cancel, Save
 from headwater.core.keys import BlockKey
 from headwater.core.results import PUT_HELD, Status
-from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.base import Hold, PathIndex, Victim
 
 _MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are saved on eviction
 
@@ -25,8 +25,9 @@ _MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are
 class Saver:
     """Decides what is written, and remembers what became of it."""
 
-    def __init__(self, index: PrefixIndex, jobs: Jobs, accounts: Accounts) -> None:
+    def __init__(self, index: PathIndex, jobs: Jobs, accounts: Accounts) -> None:
         self._index = index
+        self._evicting = index.evicting()
         self._jobs = jobs
         self._accounts = accounts
         self._of = {when: [tier for tier in jobs.tiers.values() if tier.config.save is when] for when in SaveWhen}
@@ -35,7 +36,7 @@ class Saver:
 
     def entered(self, request: RequestRecord, first: BlockKey) -> None:
         """A request's first block is known to the index."""
-        if self._index.evicts:
+        if self._evicting is not None:
             self.origins[first] = (request.root, request.tenant)
 
     def commit(self, request: RequestRecord, num_fresh: int, now_s: float) -> None:
@@ -49,17 +50,21 @@ class Saver:
 
     def hit(self, request: RequestRecord, now_s: float) -> None:
         """A request's blocks were hit: write those that were hit often enough."""
+        if self._evicting is None:
+            return  # hits are the engine's, and not counted
         for tier in self._of[SaveWhen.HITS]:
-            num_hot = self._index.num_hot(request.hold, tier.config.save_after_hits)
+            num_hot = self._evicting.num_hot(request.hold, tier.config.save_after_hits)
             if num_hot and tier.refuses_save(self._jobs.block_bytes, now_s) is None:  # if it does: at the next hit
                 pin = self._index.pin(request.hold, num_hot)
                 self._save(tier, pin, request.keys, now_s, request=request)
 
     def clean(self, now_s: float) -> None:
         """Room is short: write those that leave next, where blocks are written on eviction."""
+        if self._evicting is None:
+            return
         for tier in self._of[SaveWhen.EVICTION]:
             while tier.num_pinning < _MAX_CLEANING and tier.refuses_save(self._jobs.block_bytes, now_s) is None:
-                pin = self._index.pin_coldest(tier.bit)
+                pin = self._evicting.pin_coldest(tier.bit)
                 if pin is None or self._save(tier, pin, self._index.keys(pin), now_s, request=None) is not None:
                     break  # what leaves unsaved is counted when it leaves
 

@@ -348,7 +348,7 @@ class World:
         assert copy == event, "an event that does not survive JSON"
         known = self.known
         out = self.brain.handle(event)
-        self.known = {key: slot for key, _, slot in self.brain.index.blocks()}
+        self.known = {key: slot for key, _, slot in self.brain.blocks()}
         assert isinstance(copy, ev.Event)
         assert self.twin.handle(copy) == out, "a second brain said something else"
         if guest is not None and isinstance(event, ev.Arrived):
