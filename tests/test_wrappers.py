@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -61,6 +62,12 @@ class Registered(MemoryStore):
         super().__init__(1 << 20)
         self.shown: list[memoryview] = []
 
+    def registering(self) -> Self:
+        return self
+
+    def cached_names(self) -> Self:
+        return self
+
     def register(self, memory: memoryview) -> bool:
         self.shown.append(memory)
         return True
@@ -74,6 +81,7 @@ def test_what_a_store_can_do_besides_is_passed_on(mapped: MappedStore) -> None:
     for wrapped in (WrapperStore(mapped), WrapperStore(WrapperStore(mapped))):
         assert wrapped.addressable() is mapped
         assert wrapped.cached_names() is mapped
+        assert wrapped.damageable() is wrapped.listing() is mapped
         assert wrapped.cheap_calls is mapped.cheap_calls is True
     odd = Registered()
     wrapped = WrapperStore(WrapperStore(odd))
@@ -83,6 +91,8 @@ def test_what_a_store_can_do_besides_is_passed_on(mapped: MappedStore) -> None:
     for name, wrap in WRAPPERS.items():
         assert wrap(odd).registering() is odd, name
         assert wrap(odd).interruptible is False, name
+        assert wrap(mapped).damageable() is wrap(mapped).listing() is mapped, name
+        assert wrap(odd).damageable() is wrap(odd).listing() is None, name
 
 
 @pytest.mark.fault("D8")
@@ -107,7 +117,7 @@ def test_what_goes_in_place_comes_by_the_delay(mapped: MappedStore) -> None:
 
 @pytest.mark.fault("D8")
 def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
-    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and glancing"):
+    with pytest.raises(TypeError, match="Half changes get_into: what becomes of addressable and cached_names"):
 
         class Half(WrapperStore):
             def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:

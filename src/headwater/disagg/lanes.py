@@ -36,6 +36,10 @@ class PageRange:
         """How many pages are in the range."""
         return len(self._pages)
 
+    def in_place(self) -> None:
+        """None: what is moved here goes through pages."""
+        return
+
     def frame(self, page: int) -> memoryview:
         """A page's memory."""
         return self._staging.frame(self._pages[page])

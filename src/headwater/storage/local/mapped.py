@@ -8,7 +8,7 @@ so that no other process is given the slot while a copy may still be writing to 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, repeat
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -36,6 +36,10 @@ _as_reservation = partial(tuple.__new__, Reservation)
 
 class MappedStore(LocalStore, Addressable):
     """A LocalStore that can be addressed. Made by `build.open_local` where the directory lies on tmpfs."""
+
+    def addressable(self) -> Self:
+        """Itself."""
+        return self
 
     def memory(self) -> memoryview | None:
         """The slab's mapping. A view of it keeps it mapped, past close() and past a rebuild."""

@@ -14,7 +14,7 @@ at once, the reason stands in `down`, and `revive` comes in again, which repairs
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final, Self, TypeVar
 
 from headwater.config import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
@@ -23,12 +23,12 @@ from headwater.core.results import Status
 from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
 from headwater.policy import LeafOrder
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store
 from headwater.storage.local import descriptors, families
 from headwater.storage.local.allocator import STEP_PAGES, Allocator, Search
 from headwater.storage.local.attach import attach
 from headwater.storage.local.attachment import Attachment, IndexLocked
-from headwater.storage.local.families import FamilyUse, PagePath
+from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.mirror import Slot
 from headwater.storage.local.slab import Progress, Remains
 
@@ -113,6 +113,18 @@ class LocalStore(Store):
         )
 
     # --- the store interface ------------------------------------------------------------------------------------------
+
+    def cached_names(self) -> Self:
+        """Itself: the index is in memory."""
+        return self
+
+    def damageable(self) -> Self:
+        """Itself."""
+        return self
+
+    def listing(self) -> Self:
+        """Itself."""
+        return self
 
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store sealed frames; what cannot be had in time or room is said per page."""

@@ -27,7 +27,7 @@ ends when the engine ends it. `mooncake/engine.py` says how long that may be.
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 from headwater.core.errors import InvalidInput, ResourceClosed, StoreForked
 from headwater.core.page import PageName
@@ -68,6 +68,10 @@ class MooncakeStore(Store):
         self._pid = os.getpid()
 
     # --- memory -------------------------------------------------------------------------------------------------------
+
+    def registering(self) -> Self:
+        """Itself."""
+        return self
 
     def register(self, memory: memoryview) -> bool:
         """Let the engine reach the pages in this memory where they lie; it must stay until the store is closed.

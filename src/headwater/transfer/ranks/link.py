@@ -18,7 +18,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from headwater.core.errors import InvalidInput, RankUnavailable, ResourceClosed
 from headwater.core.events import Event, Instruction, decode, encode
@@ -233,6 +233,13 @@ class LinkExecutor:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """False: which layers are there is known in the rank's own process, to whoever computes with them there."""
         return False
+
+    def on_first_layer(self, wake: Callable[[], None]) -> None:
+        """Never called: that is heard in the rank's own process, as in `wait_layer`."""
+
+    def remote(self) -> Self:
+        """Itself."""
+        return self
 
     def revive(self, store: str) -> bool:
         """Put a store right on this member. Blocks."""
