@@ -23,13 +23,14 @@ from headwater.testing.ranks import (
     RankDevices,
     RankProcess,
     RankProcesses,
+    connect_rank,
     cut,
     pages_of,
     rank_processes,
     thread_rank,
     whole_block,
 )
-from headwater.transfer.ranks.link import RankLink, connect_rank
+from headwater.transfer.ranks.link import RankLink
 from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
 from headwater.transfer.ranks.server import serve_rank
