@@ -22,7 +22,7 @@ from headwater.core.errors import InvalidInput
 from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, GET_ANSWERS, PUT_ANSWERS, Reason, Status
-from headwater.layout.frame import Fault, PageMeta, parse
+from headwater.layout.frame import PageMeta, parse
 from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
@@ -376,7 +376,7 @@ class JobRunner:
     def _is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
         """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9)."""
         header = parse(frame)
-        if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
+        if isinstance(header, Status) or header.meta.valid_tokens != valid_tokens:
             return False
         return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self._naming.layout, valid_tokens)
 

@@ -5,9 +5,9 @@ No threads, no decisions: whether a store is used is decided in `worker.py` and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
-from headwater.core.errors import InvalidInput, StoreError
+from headwater.core.errors import InvalidInput
 from headwater.core.events import Save
 from headwater.core.page import KEY_BYTES, PageName, page_name
 from headwater.layout.frame import PageMeta, frame_bytes
@@ -16,20 +16,8 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import WrapperStore
 
 BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
-
-
-@runtime_checkable
-class Damageable(Protocol):
-    """A store that turns itself off when it finds itself damaged, as LocalStore does, and can be put right."""
-
-    down: StoreError | None
-
-    def revive(self) -> bool:
-        """Come in again. Blocks. True if the store is up."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +85,7 @@ class TierStore:
         self.reader = VerifiedStore(
             store, identity=naming.identity, plane_bytes=naming.layout.plane_bytes, clock=clock, metrics=metrics
         )
-        inner = store
-        while isinstance(inner, WrapperStore):
-            inner = inner.store
-        self.damageable = inner if isinstance(inner, Damageable) else None
+        self.damageable = store.damageable()
 
     @property
     def trouble(self) -> str | None:
