@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from headwater.core.events import (
     Cancel,
@@ -166,11 +166,10 @@ class ScriptedExecutor:
         self.is_closable = True
         self.revives = True
         self.revived: list[str] = []
-        if mortal:
-            self.on_death: Callable[[str], None] | None = None
-            self.death: str | None = None
-            self.num_shots = 0
-            self.kill = self._shoot
+        self.mortal = mortal
+        self.on_death: Callable[[str], None] | None = None
+        self.death: str | None = None
+        self.num_shots = 0
 
     def submit(self, instructions: Iterable[Instruction]) -> None:
         if self.refuses is not None:
@@ -183,6 +182,12 @@ class ScriptedExecutor:
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         return False
 
+    def on_first_layer(self, wake: Callable[[], None]) -> None:
+        pass
+
+    def remote(self) -> Self | None:
+        return self if self.mortal else None
+
     def revive(self, store: str) -> bool:
         self.revived.append(store)
         return self.revives
@@ -190,7 +195,7 @@ class ScriptedExecutor:
     def close(self, timeout_s: float) -> bool:
         return self.is_closable
 
-    def _shoot(self) -> bool:
+    def kill(self) -> bool:
         self.num_shots += 1
         return False
 

@@ -47,7 +47,7 @@ def test_two_that_compute_one_prompt_end_with_one_block() -> None:
     here.fill(first, 3)
     here.fill(second, 3)
     here.check()
-    assert len(here.brain.index) == 3
+    assert len(here.brain.blocks()) == 3
     assert total(here, "duplicate_blocks_total") == 3
     # The older node's end does not take the newer one's name away: a third finds all of it.
     here.leave(first)
@@ -83,7 +83,7 @@ def test_of_two_the_one_who_is_half_way_takes_the_rest_from_its_own() -> None:
     here.fill(first, 2)
     here.fill(second, 1, tokens("7"))
     here.check()
-    assert len(here.brain.index) == 5
+    assert len(here.brain.blocks()) == 5
     assert total(here, "duplicate_blocks_total") == 4
     here.close()
 
@@ -117,7 +117,7 @@ def test_a_wholly_cached_prompt_computes_into_a_slot_of_its_own() -> None:
     here.scribble(again)  # the world refuses to let it touch a known block
     here.fill(again, 1, tokens("2"))
     here.check()
-    assert len(here.brain.index) == 3
+    assert len(here.brain.blocks()) == 3
     # Or with it, and one slot more: what is shared is only read.
     whole = ask(here, "whole", "012")
     table = here.want(whole, 4)
@@ -137,7 +137,7 @@ def test_nothing_is_known_before_it_is_computed() -> None:
     assert statuses(here, other) == ["device", "pending", "pending"]
     here.leave(early)
     assert statuses(here, other) == ["device", "miss", "miss"]
-    assert len(here.brain.index) == 1
+    assert len(here.brain.blocks()) == 1
     here.close()
 
 
@@ -202,7 +202,7 @@ def test_refused_for_want_of_room_nothing_leaks() -> None:
         here.check()
     assert owned(here) == 0
     here.leave(guest)
-    assert here.brain.index.num_evictable == 2
+    assert here.brain.slots.num_evictable == 2
     all_of_it = ask(here, "all", "9999")
     assert here.want(all_of_it, 4) is not None
     here.close()
@@ -242,7 +242,7 @@ def test_who_only_waits_makes_way_for_who_would_run_the_newest_first() -> None:
     assert here.want(runner, 2) is not None
     assert statuses(here, older) == ["device"] * 2
     assert statuses(here, newer) == ["miss"] * 2
-    assert len(here.brain.index) == 2
+    assert len(here.brain.blocks()) == 2
     here.close()
 
 
@@ -346,7 +346,7 @@ def test_what_a_load_may_still_write_to_is_nobodys() -> None:
     here.write(load)  # late, as loads are
     here.check()
     here.end(load)  # and successful: nobody wants it
-    assert len(here.brain.index) == 0
+    assert len(here.brain.blocks()) == 0
     assert here.want(other, 4) is not None
     here.close()
 

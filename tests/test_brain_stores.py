@@ -367,7 +367,9 @@ def test_who_left_is_remembered_for_a_while(ghosts: int, reason: str) -> None:
     live(here, "before", "01")
     live(here, "other", "23")
     assert live(here, "again", "01").miss_tokens == ((reason, 8),)
-    assert len(here.brain.index.ghosts) == min(ghosts, 2)
+    index = here.brain.evicting
+    assert index is not None
+    assert len(index.ghosts) == min(ghosts, 2)
     here.close()
 
 

@@ -72,7 +72,7 @@ def test_a_policy_that_there_is_not() -> None:
 def test_the_default_policy_is_there() -> None:
     brain = Brain(CacheConfig(**SIZES))
     brain.validate()
-    assert len(brain.index) == 0
+    assert len(brain.blocks()) == 0
 
 
 def test_eight_tiers_have_eight_bits() -> None:

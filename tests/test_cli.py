@@ -20,9 +20,9 @@ from headwater.cli import app
 from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, StoreDamaged
 from headwater.core.page import PageName
-from headwater.core.results import Status
+from headwater.core.results import BAD_PAGE, Status
 from headwater.lab import demo
-from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, seal
+from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, audit, directory
@@ -314,7 +314,7 @@ def test_check_finds_a_flipped_byte(path: Path, at: int, fault: str) -> None:
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert not found["intact"]
-    assert found["faults"] == {other.value: int(other.value == fault) for other in Fault}
+    assert found["faults"] == {other.value: int(other.value == fault) for other in BAD_PAGE}
     assert found["bad"] == [{"name": bad.hex(), "fault": fault, "identity": MODEL_A.hex(), "tenant": None}]
     assert found["num_removed"] == 0
     drawn = invoke("check", path)
@@ -354,7 +354,7 @@ def test_check_tells_when_the_index_is_wrong_about_the_family(path: Path) -> Non
         (name, *_) = store.names(deadline=soon(), identity=MODEL_A, tenant=TENANT)
         frame = memoryview(bytearray(store.frame_bytes(name) or 0))
         liar = replace(family, tenant=bytes(16))
-        assert audit._check_page(store, name, liar, frame) is Fault.FOREIGN
+        assert audit._check_page(store, name, liar, frame) is Status.FOREIGN
         assert audit._check_page(store, name, family, frame) == "intact"
 
 

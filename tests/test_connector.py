@@ -137,7 +137,7 @@ class Rig:
             brain.validate()
             counts = brain.slots.counts()
             assert (counts[SlotState.OWN], counts[SlotState.QUARANTINED]) == (0, 0)
-            assert brain.index.num_evictable == len(brain.index)  # no hold, no pin
+            assert brain.slots.num_evictable == len(brain.blocks())  # no hold, no pin
             assert not [*brain.requests, *brain.jobs, *brain.pending]
         if isinstance(self.cache._executor, Worker):
             assert self.cache._executor.num_held_pages == 0
@@ -581,7 +581,7 @@ def test_a_prompt_that_is_all_there_computes_its_last_token_beside_the_shared_bl
                 assert ended.acquire(timeout=WAIT_S)
                 client.check()
                 with one.cache.still() as brain:
-                    shared = {key: one.planes.flat[0][slot].tolist() for key, _, slot in brain.index.blocks()}
+                    shared = {key: one.planes.flat[0][slot].tolist() for key, _, slot in brain.blocks()}
                 assert before in (None, shared)
                 before = shared
         assert model.trespasses == []

@@ -1,8 +1,8 @@
 """A store that knows from memory what it has answers a match at once; in doubt it is asked as before."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -73,7 +73,10 @@ class Knowing(OddStore):
 
     answer: Any = None
 
-    def contains_cached(self, names: list[PageName]) -> Any:
+    def cached_names(self) -> Self:
+        return self
+
+    def contains_cached(self, names: Sequence[PageName]) -> Any:
         return self.answer(names) if callable(self.answer) else self.answer
 
 

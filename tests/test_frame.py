@@ -10,12 +10,12 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidInput, InvalidLayout
 from headwater.core.page import NAME_BYTES, page_name
+from headwater.core.results import Status
 from headwater.layout.digest import copy_digests, plane_digests
 from headwater.layout.frame import (
     ALIGNMENT,
     FIXED_BYTES,
     MAX_PLANES,
-    Fault,
     Header,
     PageMeta,
     claims,
@@ -52,7 +52,7 @@ def sealed(plane_bytes: tuple[int, ...] = (3, 1, 100), meta: PageMeta = META) ->
     return frame
 
 
-def check(frame: bytes | bytearray, **changes: object) -> Header | Fault:
+def check(frame: bytes | bytearray, **changes: object) -> Header | Status:
     wanted = {"now_ms": 50, "identity": META.identity, "plane_bytes": (3, 1, 100), **changes}
     return verify(memoryview(frame), META.name, **wanted)  # type: ignore[arg-type]
 
@@ -109,28 +109,28 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
     frame = sealed()
     where = data.draw(st.integers(0, len(frame) - 1))
     frame[where] ^= data.draw(st.integers(1, 255))
-    assert isinstance(check(frame), Fault)
+    assert isinstance(check(frame), Status)
 
 
 @given(st.integers(0, 4096 + 103))
 def test_no_cut_frame_passes(length: int) -> None:
-    assert check(sealed()[:length]) in (Fault.SHORT, Fault.CORRUPT)
+    assert check(sealed()[:length]) in (Status.SHORT, Status.CORRUPT)
 
 
 def test_every_fault_has_its_name() -> None:
     assert isinstance(check(sealed()), Header)
-    assert check(sealed(), now_ms=99) is Fault.STALE
-    assert check(sealed(), identity=b"j" * 32) is Fault.FOREIGN
-    assert check(sealed(), plane_bytes=(3, 100, 1)) is Fault.FOREIGN
-    assert verify(memoryview(sealed()), page_name(META.key, 0, 4), now_ms=50) is Fault.FOREIGN
-    assert verify(memoryview(sealed()), page_name(META.key, 1, 4), now_ms=50) is Fault.FOREIGN  # another part
-    assert check(sealed()[:-1]) is Fault.SHORT
-    assert check(b"") is Fault.SHORT
-    assert check(bytes(5000)) is Fault.CORRUPT
+    assert check(sealed(), now_ms=99) is Status.STALE
+    assert check(sealed(), identity=b"j" * 32) is Status.FOREIGN
+    assert check(sealed(), plane_bytes=(3, 100, 1)) is Status.FOREIGN
+    assert verify(memoryview(sealed()), page_name(META.key, 0, 4), now_ms=50) is Status.FOREIGN
+    assert verify(memoryview(sealed()), page_name(META.key, 1, 4), now_ms=50) is Status.FOREIGN  # another part
+    assert check(sealed()[:-1]) is Status.SHORT
+    assert check(b"") is Status.SHORT
+    assert check(bytes(5000)) is Status.CORRUPT
     for offset, value in ((4, 2), (12, 7)):  # a later major version, an unknown digest
         frame = sealed()
         struct.pack_into("<H", frame, offset, value)
-        assert check(frame) is Fault.UNKNOWN_VERSION
+        assert check(frame) is Status.UNKNOWN_VERSION
 
 
 def test_a_later_minor_version_is_read() -> None:
@@ -195,4 +195,4 @@ def test_a_page_of_very_many_planes() -> None:
     frame = sealed(planes)
     assert header_bytes(5000) > ALIGNMENT
     assert isinstance(verify(memoryview(frame), META.name, now_ms=0, plane_bytes=planes), Header)
-    assert parse(memoryview(frame)[:ALIGNMENT]) is Fault.SHORT
+    assert parse(memoryview(frame)[:ALIGNMENT]) is Status.SHORT

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headwater.core.results import Status
 from headwater.layout.frame import (
     FIXED_BYTES,
     PREFIX_BYTES,
-    Fault,
     PageMeta,
     claims,
     frame_bytes,
@@ -86,13 +86,13 @@ def test_what_many_are_believed_for_each_alone_would_be() -> None:
         like: dict[str, Any] = {"now_ms": now_ms, "identity": IDENTITY, "plane_bytes": PLANE_BYTES}
         found, is_right = vouched_all(copies(views, SIZE), names, **like)
         alone = [vouched(view, name, **like) for view, name in zip(views, names, strict=True)]
-        assert is_right == [not isinstance(one, Fault) for one in alone]
+        assert is_right == [not isinstance(one, Status) for one in alone]
         for right, one, many in zip(is_right, alone, found, strict=True):
             assert not right or np.array_equal(one, many)
         for fits, view, meta in zip(are_of(views, asked), views, asked, strict=True):
             header = parse(view, known=meta)
             if fits:
-                assert not isinstance(header, Fault)
+                assert not isinstance(header, Status)
                 assert (header.meta, header.frame_bytes) == (meta, FRAME_BYTES)
             num_right += fits
         prefixes = b"".join(bytes(view[:PREFIX_BYTES]) for view in views)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -75,6 +75,9 @@ class OddSlab(WrapperStore, Addressable):
             raise self.raises[call]
         found = real()
         return self.answers[call](found) if call in self.answers else found
+
+    def addressable(self) -> Self:
+        return self
 
     def memory(self) -> memoryview | None:
         return self._do("memory", self.slab.memory)  # type: ignore[no-any-return]

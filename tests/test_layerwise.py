@@ -160,7 +160,7 @@ class Rig:
     def end(self, run: Run) -> Run:
         assert run.over.wait(WAIT_S)
         with self.cache.still() as brain:
-            known = {key: slot for key, _, slot in brain.index.blocks()}
+            known = {key: slot for key, _, slot in brain.blocks()}
         run.blocks = {key: self.block(known[key]) for key in run.request.keys if key in known}
         return run
 
@@ -282,7 +282,7 @@ def test_it_begins_before_all_is_there(model: Model, shm: Path, prompt: list[int
         assert not here.staging.loads[0].over
         assert (run.tokens, run.logits) == ([], [])
         with here.cache.still() as brain:
-            assert not list(brain.index.blocks())
+            assert not list(brain.blocks())
         held.go_on.set()
         here.end(run)
         assert here.model.num_early == 1

@@ -145,7 +145,7 @@ def test_peeking_is_not_using(shm: Path) -> None:
         for page in pages:
             clock.advance(1)
             put(store, [page])
-        assert store.peek(pages[0].name, pages[0].buffer(), deadline=soon()) is Status.HIT
+        assert store.peek_into([(pages[0].name, pages[0].buffer())], deadline=soon()) == [Status.HIT]
         clock.advance(1)
         put(store, [sample_page(99, plane_bytes=BIG)])
         assert hits(store, [pages[0]]) == 0

@@ -19,7 +19,7 @@ from headwater.core.results import Reason
 from headwater.layout.shard import parts
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.ranks.link import RankLink, connect_rank
+from headwater.transfer.ranks.link import RankLink
 from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
 from headwater.transfer.ranks.server import serve_rank
@@ -28,6 +28,7 @@ from machines.ranks import (
     RankDevices,
     RankProcess,
     RankProcesses,
+    connect_rank,
     cut,
     pages_of,
     rank_processes,

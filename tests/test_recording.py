@@ -325,11 +325,11 @@ def test_every_event_survives_its_line(heard: list[ev.Event], steps: list[int]) 
         b"[]\n",
         b"nothing\n",
         b'{"recording": "another"}\n',
-        b'{"recording": "headwater recording 1"}\n{"event": {}}\n',
-        b'{"recording": "headwater recording 1"}\n{"event": {"is": "Left", "now_s": 0.0, "request": "a"}}\n',
-        b'{"recording": "headwater recording 1"}\n{"brain": "Brain"}\n',
-        b'{"recording": "headwater recording 1"}\n{"brain": "Brain", "config": {}, "withheld": [], "first_job": 1}\n',
-        b'{"recording": "headwater recording 1"}\n' + b"[" * 100_000 + b"\n",
+        b'{"recording": "headwater recording 2"}\n{"event": {}}\n',
+        b'{"recording": "headwater recording 2"}\n{"event": {"is": "Left", "now_s": 0.0, "request": "a"}}\n',
+        b'{"recording": "headwater recording 2"}\n{"brain": "Brain"}\n',
+        b'{"recording": "headwater recording 2"}\n{"brain": "Brain", "config": {}, "withheld": [], "first_job": 1}\n',
+        b'{"recording": "headwater recording 2"}\n' + b"[" * 100_000 + b"\n",
     ],
 )
 def test_what_is_no_recording_is_said(tmp_path: Path, content: bytes) -> None:
@@ -340,6 +340,21 @@ def test_what_is_no_recording_is_said(tmp_path: Path, content: bytes) -> None:
     shown = CliRunner().invoke(app, ["replay", "--events", str(path)])
     assert shown.exit_code == 1
     assert "Traceback" not in shown.stderr
+
+
+def test_a_recording_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Events had other names then: what it says would be taken for something else, or for a difference."""
+    path = tmp_path / "events"
+    first = {"recording": "headwater recording 1", "headwater": "0.0.9"}
+    path.write_text(json.dumps(first) + '\n{"event": {"is": "Looked", "now_s": 0.0}}\n')
+    shown = CliRunner().invoke(app, ["replay", "--events", str(path)])
+    assert shown.exit_code == 1
+    said = " ".join(shown.stderr.split())
+    assert (
+        "'headwater recording 1', written by Headwater 0.0.9, and this one reads 'headwater recording 2' only" in said
+    )
+    assert "Traceback" not in said
+    assert said.count("recording 1") == 1
 
 
 def test_fingerprints_tell_values_apart() -> None:

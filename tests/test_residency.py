@@ -659,7 +659,7 @@ def test_a_cache_with_threads_and_stores_says_what_it_holds(shm: Path, index: Ou
             assert cache.drain(20)
         assert publisher.drain(20)
         with cache.still() as brain:
-            on_device = {key for key, _, _ in brain.index.blocks()}
+            on_device = {key for key, _, _ in brain.blocks()}
         for path in paths.values():
             num = next((i for i, key in enumerate(path) if key not in on_device), len(path))
             assert index.lookup(path, deadline=soon()).holders == (Holder("here", 6, num, 6, 0, 0),)

@@ -151,7 +151,7 @@ def test_a_server_tells_what_it_holds(directory: Path, model: Model, redis: Serv
 def _keys(cache: TieredCache) -> list[BlockKey]:
     """The one path that the cache knows."""
     with cache.still() as brain:
-        after = {parent: key for key, parent, _ in brain.index.blocks()}
+        after = {parent: key for key, parent, _ in brain.blocks()}
     path = [after[None]]
     while path[-1] in after:
         path.append(after[path[-1]])

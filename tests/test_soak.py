@@ -458,7 +458,7 @@ def check_nothing_is_held(served: Served, soak: Soak) -> None:
         brain.validate()
         counts = brain.slots.counts()
         assert (counts[SlotState.OWN], counts[SlotState.QUARANTINED]) == (0, 0)
-        assert brain.index.num_evictable == len(brain.index) == counts[SlotState.KNOWN]  # no hold, no pin
+        assert brain.slots.num_evictable == len(brain.blocks()) == counts[SlotState.KNOWN]  # no hold, no pin
         assert not [*brain.requests, *brain.jobs, *brain.pending, *brain.loader.promoting]
         for tier in brain.tiers.values():
             assert (tier.queued_load_bytes, tier.queued_save_bytes, tier.num_pinning) == (0, 0, 0)

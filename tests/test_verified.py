@@ -7,8 +7,7 @@ import pytest
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
-from headwater.core.results import Status
-from headwater.layout.frame import Fault
+from headwater.core.results import BAD_PAGE, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
@@ -22,32 +21,32 @@ from headwater.testing.stores import put, read, soon
 class Tampering(OpaqueStore):
     """Gives pages back as a damaged, foreign, cut, old or newer store would."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Status) -> None:
         super().__init__(MemoryStore(1 << 20))
         self.fault = fault
 
     def get_into(self, pages: list[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:  # type: ignore[override]
         results = self.store.get_into(pages, deadline=deadline)
         for i, (_, frame) in enumerate(pages):
-            if self.fault is Fault.CORRUPT:
+            if self.fault is Status.CORRUPT:
                 frame[5000] ^= 1
-            elif self.fault is Fault.FOREIGN:
+            elif self.fault is Status.FOREIGN:
                 frame[:] = sample_page(2).frame
-            elif self.fault is Fault.SHORT:
+            elif self.fault is Status.SHORT:
                 results[i] = Status.SHORT
-            elif self.fault is Fault.UNKNOWN_VERSION:
+            elif self.fault is Status.UNKNOWN_VERSION:
                 struct.pack_into("<H", frame, 4, 9)
         return results
 
 
-@pytest.mark.parametrize("fault", list(Fault))
-def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Fault) -> None:
-    page = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Fault.STALE else 0)
+@pytest.mark.parametrize("fault", sorted(BAD_PAGE))
+def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Status) -> None:
+    page = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Status.STALE else 0)
     metrics = Metrics()
     with Tampering(fault) as store:
         put(store, [page])
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES, metrics=metrics)
-        assert read(reader, [page]) == [Status(fault.value)]
+        assert read(reader, [page]) == [fault]
         assert metrics.counters() == {
             f'bad_pages_total{{fault="{fault.value}"}}': 1,
             'events_total{kind="bad_page"}': 1,
@@ -55,14 +54,14 @@ def test_every_fault_is_a_miss_with_its_counter_and_event(fault: Fault) -> None:
         assert [event.facts for event in metrics.events("bad_page")] == [
             {"fault": fault.value, "name": page.name.hex()}
         ]
-        kept = fault is Fault.UNKNOWN_VERSION  # a newer process's good page is not ours to remove
+        kept = fault is Status.UNKNOWN_VERSION  # a newer process's good page is not ours to remove
         assert store.contains([page.name], deadline=soon()) == [kept]
 
 
-@pytest.mark.parametrize("fault", list(Fault))
-def test_what_was_found_is_told_before_bad_pages_are_removed(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", sorted(BAD_PAGE))
+def test_what_was_found_is_told_before_bad_pages_are_removed(fault: Status) -> None:
     """A store may hang in that, and who gives up waiting shall know what was found."""
-    page = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Fault.STALE else 0)
+    page = sample_page(1, expires_at_ms=SEALED_AT_MS + 1 if fault is Status.STALE else 0)
     with Tampering(fault) as store:
         put(store, [page])
         reader = VerifiedStore(store, identity=IDENTITY, plane_bytes=PLANE_BYTES)
@@ -72,9 +71,9 @@ def test_what_was_found_is_told_before_bad_pages_are_removed(fault: Fault) -> No
             heard.append((list(got), store.contains([page.name], deadline=soon())))
 
         found = reader.get_into([(page.name, page.buffer())], deadline=soon(), judged=judged)
-        assert found == [Status(fault.value)]
+        assert found == [fault]
         assert heard == [(found, [True])]
-        assert store.contains([page.name], deadline=soon()) == [fault is Fault.UNKNOWN_VERSION]
+        assert store.contains([page.name], deadline=soon()) == [fault is Status.UNKNOWN_VERSION]
 
 
 def test_a_tier_that_keeps_failing_is_switched_off_and_says_so() -> None:

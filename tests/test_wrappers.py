@@ -4,6 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -60,6 +61,12 @@ class Registered(MemoryStore):
         super().__init__(1 << 20)
         self.shown: list[memoryview] = []
 
+    def registering(self) -> Self:
+        return self
+
+    def cached_names(self) -> Self:
+        return self
+
     def register(self, memory: memoryview) -> bool:
         self.shown.append(memory)
         return True
@@ -73,6 +80,7 @@ def test_what_a_store_can_do_besides_is_passed_on(mapped: MappedStore) -> None:
     for wrapped in (WrapperStore(mapped), WrapperStore(WrapperStore(mapped))):
         assert wrapped.addressable() is mapped
         assert wrapped.cached_names() is mapped
+        assert (wrapped.damageable(), wrapped.listing()) == (mapped, mapped)
         assert wrapped.cheap_calls is mapped.cheap_calls is True
     odd = Registered()
     wrapped = WrapperStore(WrapperStore(odd))
@@ -82,6 +90,8 @@ def test_what_a_store_can_do_besides_is_passed_on(mapped: MappedStore) -> None:
     for name, wrap in WRAPPERS.items():
         assert wrap(odd).registering() is odd, name
         assert wrap(odd).interruptible is False, name
+        assert (wrap(mapped).damageable(), wrap(mapped).listing()) == (mapped, mapped), name
+        assert (wrap(odd).damageable(), wrap(odd).listing()) == (None, None), name
 
 
 @pytest.mark.fault("D8")

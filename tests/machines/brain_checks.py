@@ -30,7 +30,7 @@ def check(world: "World") -> None:
     brain = world.brain
     brain.validate()
     assert brain.digest() == world.twin.digest(), "two brains that heard the same differ"
-    for key, before, slot in brain.index.blocks():
+    for key, before, slot in brain.blocks():
         parent, depth, tenant = world.origin[key]
         assert world.content[slot] == key, "a known block whose slot holds other bytes"
         assert before == (None if depth == 0 else parent)
@@ -213,7 +213,7 @@ def check_closed(world: "World") -> None:
     brain = world.brain
     counts = brain.slots.counts()
     assert counts[SlotState.OWN] == counts[SlotState.QUARANTINED] == 0, "slots left behind"
-    assert brain.index.num_evictable == len(brain.index) == counts[SlotState.KNOWN], "holds or pins left behind"
+    assert brain.slots.num_evictable == len(brain.blocks()) == counts[SlotState.KNOWN], "holds or pins left behind"
     assert not brain.pending, "blocks that nobody will have"
     assert not brain.loader.promoting, "blocks that nobody brings"
     assert not list(brain.jobs)

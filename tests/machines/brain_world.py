@@ -356,7 +356,7 @@ class World:
         known = self.known
         self.num_jobs_before, self.marks_before = self.num_jobs, brain_checks.index_marks(self)
         out = self.brain.handle(event)
-        self.known = {key: slot for key, _, slot in self.brain.index.blocks()}
+        self.known = {key: slot for key, _, slot in self.brain.blocks()}
         assert isinstance(copy, ev.Event)
         assert self.twin.handle(copy) == out, "a second brain said something else"
         if guest is not None and isinstance(event, ev.Arrived):

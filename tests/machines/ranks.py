@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +28,12 @@ from headwater.layout.dsa import dsa_layout
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.mla import mla_layout
 from headwater.layout.reshard import part_number
-from headwater.layout.shard import Part, byte_ranges, parts
+from headwater.layout.shard import Part, Shard, byte_ranges, parts
 from headwater.layout.spec import DType, KVLayout, combine
 from headwater.storage.base import Store
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.ranks.link import connect_rank
+from headwater.transfer.ranks.link import connect_link
 from headwater.transfer.ranks.members import Member, Page
 from headwater.transfer.ranks.server import serve_rank
 from machines.processes import freeze
@@ -200,6 +200,17 @@ class RankProcesses:
                 os.kill(pid, signal.SIGKILL)
         self._control.close()
         self._template.wait(_PATIENCE_S)
+
+
+def connect_rank(
+    sock: socket.socket, *, rank: int, pid: int, pages: Sequence[Page], identity: bytes, **options: Any
+) -> list[Member]:
+    """The members of a rank in another process: see `connect_link`, which takes the `options` too."""
+    link = connect_link(sock, rank=rank, pid=pid, pages=pages, identity=identity, **options)
+    return [
+        Member(rank, Shard(index, count_), part, executor)
+        for (index, count_, part), executor in zip(pages, link.executors, strict=True)
+    ]
 
 
 @contextlib.contextmanager

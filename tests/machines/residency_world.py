@@ -134,7 +134,7 @@ class ListeningCacheMachine(TieredCacheMachine):
         """Everybody leaves; the index holds the devices' blocks, and of the stores' none that was never said."""
         super().teardown()
         for engine, ear in zip(self.engines, self.ears, strict=True):
-            on_device = {key for key, _, _ in engine.cache.brain.index.blocks()}
+            on_device = {key for key, _, _ in engine.cache.brain.blocks()}
             book = ear.process.book
             for name, faulty in self.stores.items():  # what a store dropped by itself it says when it is asked
                 assert isinstance(faulty.store, MemoryStore)

@@ -17,7 +17,7 @@ from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
-from headwater.index.base import Hold, PrefixIndex
+from headwater.index.base import Hold, PathIndex
 from headwater.index.lent import LentIndex, LentSlots
 from headwater.index.slots import DeviceSlots
 
@@ -39,9 +39,9 @@ class LentBrain(Brain):
         self._handlers[ev.Lent] = self._lent
         del self._handlers[ev.Wanted]
 
-    def _device(self, config: CacheConfig) -> tuple[PrefixIndex, DeviceSlots]:
+    def _device(self, config: CacheConfig) -> tuple[PathIndex, DeviceSlots]:
         self._paths = LentIndex(num_marks=_MARKS_PER_SLOT * config.num_slots)
-        return self._paths, LentSlots(self._paths)
+        return self._paths, LentSlots()
 
     def _first_hold(self, event: ev.Arrived) -> Hold:
         if not 0 <= event.num_local <= len(event.keys):

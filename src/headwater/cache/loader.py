@@ -17,7 +17,7 @@ from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Load, Probe, Promote
 from headwater.core.keys import BlockKey
 from headwater.core.results import PUT_HELD, Reason, Status
-from headwater.index.base import PrefixIndex
+from headwater.index.base import PathIndex
 
 
 class Enter(Protocol):
@@ -31,7 +31,7 @@ class Enter(Protocol):
 class Loader:
     """Decides what is read, and takes in what came."""
 
-    def __init__(self, index: PrefixIndex, jobs: Jobs, accounts: Accounts, *, cost: ComputeCost, enter: Enter) -> None:
+    def __init__(self, index: PathIndex, jobs: Jobs, accounts: Accounts, *, cost: ComputeCost, enter: Enter) -> None:
         self._index = index
         self._jobs = jobs
         self._accounts = accounts
@@ -198,7 +198,8 @@ class Loader:
             return {silent: end - at}
         if at < request.probe_start:
             return {Reason.EVICTED: end - at}
-        ghosts = self._index.ghosts
+        evicting = self._index.evicting()
+        ghosts = evicting.ghosts if evicting is not None else ()
         known = [key in ghosts for key in request.keys[at:end]] if len(ghosts) else [False] * (end - at)
         found = {Reason.EVICTED: sum(known), Reason.NEVER_STORED: end - at - sum(known)}
         first = Reason.EVICTED if known[0] else Reason.NEVER_STORED

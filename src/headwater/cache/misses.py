@@ -15,7 +15,7 @@ from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason
-from headwater.index.base import PrefixIndex
+from headwater.index.base import PathIndex
 from headwater.index.lent import LentIndex
 from headwater.index.slots import DeviceSlots, SlotState
 
@@ -26,9 +26,8 @@ class MissBrain(Brain):
     def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
         super().__init__(replace(config, tiers=()), withheld=withheld, first_job=first_job)
 
-    def _device(self, config: CacheConfig) -> tuple[PrefixIndex, DeviceSlots]:
-        index = LentIndex(num_marks=0)
-        return index, DeviceSlots(config.num_slots, index)
+    def _device(self, config: CacheConfig) -> tuple[PathIndex, DeviceSlots]:
+        return LentIndex(num_marks=0), DeviceSlots(config.num_slots, None)
 
     def _arrived(self, event: ev.Arrived) -> None:
         super()._arrived(event)

@@ -23,7 +23,7 @@ from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Demote, Save
 from headwater.core.keys import BlockKey
 from headwater.core.results import PUT_HELD, Status
-from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.base import Hold, PathIndex, Victim
 
 _MAX_CLEANING: Final = 8  # leaves that are saved at one event, where blocks are saved on eviction
 _LOST: Final = "source_evicted"  # why a block is dropped that neither the source of a Demote nor the device has
@@ -32,8 +32,9 @@ _LOST: Final = "source_evicted"  # why a block is dropped that neither the sourc
 class Saver:
     """Decides what is written, and remembers what became of it."""
 
-    def __init__(self, index: PrefixIndex, jobs: Jobs, accounts: Accounts) -> None:
+    def __init__(self, index: PathIndex, jobs: Jobs, accounts: Accounts) -> None:
         self._index = index
+        self._evicting = index.evicting()
         self._jobs = jobs
         self._accounts = accounts
         self._of = {when: [tier for tier in jobs.tiers.values() if tier.config.save is when] for when in SaveWhen}
@@ -42,7 +43,7 @@ class Saver:
 
     def entered(self, request: RequestRecord, first: BlockKey) -> None:
         """A request's first block is known to the index."""
-        if self._index.evicts:
+        if self._evicting is not None:
             self.origins[first] = (request.root, request.tenant)
 
     def commit(self, request: RequestRecord, num_fresh: int, now_s: float) -> None:
@@ -56,19 +57,23 @@ class Saver:
 
     def hit(self, request: RequestRecord, now_s: float) -> None:
         """A request's blocks were hit: write those that were hit often enough."""
+        if self._evicting is None:
+            return  # hits are the engine's, and not counted
         for tier in self._of[SaveWhen.HITS]:
-            num_hot = self._index.num_hot(request.hold, tier.config.save_after_hits)
+            num_hot = self._evicting.num_hot(request.hold, tier.config.save_after_hits)
             if num_hot and tier.refuses_save(self._jobs.block_bytes, now_s) is None:  # if it does: at the next hit
                 pin = self._index.pin(request.hold, num_hot)
                 self._bring(tier, pin, request.keys, now_s, request=request)
 
     def clean(self, now_s: float) -> None:
         """Room is short: write those that leave next, where blocks are written on eviction."""
+        if self._evicting is None:
+            return
         for tier in self._of[SaveWhen.EVICTION]:
             for _ in range(_MAX_CLEANING - tier.num_pinning):
                 if tier.refuses_save(self._jobs.block_bytes, now_s) is not None:
                     break
-                pin = self._index.pin_coldest(tier.bit)
+                pin = self._evicting.pin_coldest(tier.bit)
                 if pin is None or self._bring(tier, pin, self._index.keys(pin), now_s, request=None) is not None:
                     break  # what leaves unsaved is counted when it leaves
 
@@ -147,7 +152,8 @@ class Saver:
         return self._bring(self._jobs.tiers[job.into], pin, path, now_s, request=owner)
 
     def _repin(self, job: JobRecord) -> Hold | None:
-        return None if job.pin is None else self._index.repin(job.pin)
+        """Where the engine evicts by itself, only the request could say whether its blocks are still there."""
+        return None if job.pin is None or self._evicting is None else self._evicting.repin(job.pin)
 
     def _drop(self, job: JobRecord, results: Sequence[Status]) -> None:
         for result in results:

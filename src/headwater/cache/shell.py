@@ -94,7 +94,7 @@ class Shell:
     def announce(self, to: ev.MoveListener) -> None:
         """From now on, say which blocks come and go. To be called while nothing is known yet: it hears all or none."""
         with self._lock:
-            if len(self.brain.index) or self.brain.requests:
+            if self.brain.blocks() or self.brain.requests:
                 raise InvalidInput("who is to hear what the cache holds must be there before the first request")
             self._announcer = to
             self.brain.moves.watched = True

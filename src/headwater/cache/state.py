@@ -37,7 +37,7 @@ from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.core.results import STORE_TROUBLE, Reason, Status
-from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.base import Hold, PathIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
 from headwater.policy import policy_by_name
@@ -57,6 +57,7 @@ class Brain:
         self.first_job: Final = first_job
         self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
         self.index, self.slots = self._device(config)
+        self.evicting = self.index.evicting()  # the same, where blocks stay in it
         self.withheld = set(withheld)
         self.slots.withhold(self.withheld)
         self.accounts = Accounts()
@@ -84,7 +85,7 @@ class Brain:
             ev.StoreOn: self._store_on,
         }
 
-    def _device(self, config: CacheConfig) -> tuple[PrefixIndex, DeviceSlots]:
+    def _device(self, config: CacheConfig) -> tuple[PathIndex, DeviceSlots]:
         """What counts the device's blocks and slots."""
         index = RadixIndex(
             policy_by_name(config.policy),
@@ -115,6 +116,10 @@ class Brain:
     def validate(self) -> None:
         """Raise AssertionError if the state contradicts itself. Reads everything."""
         snapshot.validate(self)
+
+    def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
+        """Every block that stays on the device without a request: (key, key before it, slot). Reads everything."""
+        return [] if self.evicting is None else self.evicting.blocks()
 
     def digest(self) -> str:
         """A digest of the whole state. Two brains that heard the same events have the same."""
@@ -237,8 +242,10 @@ class Brain:
 
     def _advance(self, request: RequestRecord, now_s: float) -> int:
         """Hold what is known by now of a request's blocks."""
+        if self.evicting is None:
+            return 0
         rest = request.keys[request.hold.num_blocks :]
-        found = self.index.advance(request.hold, rest, now_s=now_s, hit=not request.gave_way)
+        found = self.evicting.advance(request.hold, rest, now_s=now_s, hit=not request.gave_way)
         request.gave_way = False
         return found
 

@@ -1,12 +1,14 @@
-"""What a prefix index is: which blocks are on the device, who holds them, and which leaf leaves first.
+"""What an index is: which blocks are on the device, who holds them, and, where it owns them, which leaf leaves first.
 
-Pure counting over block keys and slot numbers: no bytes, no clock, no thread. Two implementations behave alike, block
-for block: `radix.py`, which is used, and in the tests a dict that is easy to believe, its oracle.
+Pure counting over block keys and slot numbers: no bytes, no clock, no thread. `PathIndex` is what the saver and the
+loader need of every index; over an engine that evicts by itself there is no more (`lent.py`). `PrefixIndex` owns the
+device's slots besides. Two of them behave alike, block for block: `radix.py`, which is used, and in the tests a dict
+that is easy to believe, its oracle.
 
 What enters is finished (rule 1): `extend` is called with blocks that were computed, or loaded and verified. What is
 still under way stands in the brain, never here.
 
-Invariants:
+Invariants of a PrefixIndex:
 - The block before a known block is known: a suffix never outlives its prefix. Only leaves are evicted.
 - One key, one block: `extend` is get-or-create. The slot that came second stays its bringer's own; the answer names the
   slot that is in the index.
@@ -47,32 +49,19 @@ class Hold:
         self.turns = 0  # how often the sequence had grown before its holder came
 
 
-class PrefixIndex(ABC):
-    """The blocks on the device, by prefix, and what is remembered of those that left."""
+class PathIndex(ABC):
+    """Paths of blocks that requests hold and jobs pin, and which store is believed to have which of them.
 
-    ghosts: Ghosts
-    evicts: bool = True  # whether blocks stay when a request has left, until they are evicted here
+    This is what every index has; what one can do besides is asked of it (`evicting`), and never of its class.
+    """
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Blocks known."""
-
-    @property
-    @abstractmethod
-    def num_evictable(self) -> int:
-        """Blocks that could leave, one after another, if room were needed: those that no hold or pin keeps."""
-
-    @abstractmethod
-    def find(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading blocks of a sequence are known. Changes nothing."""
+    def evicting(self) -> "PrefixIndex | None":
+        """Itself, where blocks stay until they are evicted here; None: they leave with their request."""
+        return None
 
     @abstractmethod
     def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
         """Hold the longest known prefix. Counts a hit on each of its blocks."""
-
-    @abstractmethod
-    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
-        """Move a hold over those of the next keys that are known by now, a hit on each; return how many."""
 
     @abstractmethod
     def extend(
@@ -100,24 +89,12 @@ class PrefixIndex(ABC):
         """Give a pin back. It may still be passed to `mark`, for what is left of its blocks."""
 
     @abstractmethod
-    def repin(self, pin: Hold) -> Hold | None:
-        """Pin the blocks of a pin that was given back once more; None if they are not all there any more."""
-
-    @abstractmethod
-    def pin_coldest(self, bit: int) -> Hold | None:
-        """Pin the first of the next victims that lacks `bit`, to save it in time; None if they all have it."""
-
-    @abstractmethod
     def slots(self, hold: Hold, start: int = 0) -> "array[int]":
         """Slots of the held blocks from `start` on, in order."""
 
     @abstractmethod
     def keys(self, hold: Hold, start: int = 0) -> list[BlockKey]:
         """Keys of the held blocks from `start` on, in order."""
-
-    @abstractmethod
-    def num_hot(self, hold: Hold, hits: int) -> int:
-        """How many held blocks there are up to the last that was hit at least so often."""
 
     @abstractmethod
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
@@ -131,8 +108,59 @@ class PrefixIndex(ABC):
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many leading held blocks need not be written to the store of this bit: where writing has to begin."""
 
+    @abstractmethod
     def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
-        """How many held blocks from there on are not in the store: all, where it keeps nothing without its prefix."""
+        """How many held blocks from `start` on are not in the store of this bit."""
+
+    @abstractmethod
+    def facts(self) -> list[object]:
+        """All that the index knows, as plain JSON values, for snapshots. Reads everything."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Raise AssertionError if the index contradicts itself. Reads everything."""
+
+
+class PrefixIndex(PathIndex):
+    """An index that owns the device's slots: blocks stay until they are evicted, and it remembers some that left."""
+
+    ghosts: Ghosts
+
+    def evicting(self) -> "PrefixIndex":
+        """Itself."""
+        return self
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Blocks known."""
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Blocks that could leave, one after another, if room were needed: those that no hold or pin keeps."""
+
+    @abstractmethod
+    def find(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading blocks of a sequence are known. Changes nothing."""
+
+    @abstractmethod
+    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
+        """Move a hold over those of the next keys that are known by now, a hit on each; return how many."""
+
+    @abstractmethod
+    def num_hot(self, hold: Hold, hits: int) -> int:
+        """How many held blocks there are up to the last that was hit at least so often."""
+
+    @abstractmethod
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more; None if they are not all there any more."""
+
+    @abstractmethod
+    def pin_coldest(self, bit: int) -> Hold | None:
+        """Pin the first of the next victims that lacks `bit`, to save it in time; None if they all have it."""
+
+    def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
+        """All of them: where writing begins, the store has nothing, and keeps nothing without its prefix."""
         return hold.num_blocks - start
 
     @abstractmethod
@@ -142,11 +170,3 @@ class PrefixIndex(ABC):
     @abstractmethod
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot), in no order. For tests and snapshots; reads everything."""
-
-    @abstractmethod
-    def facts(self) -> list[object]:
-        """All that the index knows, as plain JSON values, for snapshots. Reads everything."""
-
-    @abstractmethod
-    def validate(self) -> None:
-        """Raise AssertionError if the index contradicts itself. Reads everything."""

@@ -17,8 +17,7 @@ from typing import Final
 
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.index.base import Hold, PrefixIndex, Victim
-from headwater.index.ghosts import Ghosts
+from headwater.index.base import Hold, PathIndex
 from headwater.index.slots import DeviceSlots, SlotState
 
 UNKNOWN: Final = -1  # the slot of a block that the engine has, until it says where
@@ -34,34 +33,18 @@ class _Path:
     whole: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-class LentIndex(PrefixIndex):
+class LentIndex(PathIndex):
     """Paths of running requests, and marks by key."""
-
-    evicts = False
 
     def __init__(self, *, num_marks: int) -> None:
         """`num_marks`: blocks of which it is remembered where they were written."""
-        self.ghosts = Ghosts(0)
         self._num_marks = num_marks
         self._marks: OrderedDict[BlockKey, int] = OrderedDict()
         self._num_lost = 0  # how often a store was seen to lack what was marked
         self.num_marks_made = 0  # how often something was marked
 
-    def __len__(self) -> int:
-        """No block is known for longer than a request has it."""
-        return 0
-
-    @property
-    def num_evictable(self) -> int:
-        """Nothing is ours to evict."""
-        return 0
-
-    def find(self, keys: Sequence[BlockKey]) -> int:
-        """Nothing is known."""
-        return 0
-
     def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
-        """A path of no blocks: which of them the engine has, it says itself (`take_over`)."""
+        """A path of no blocks: none is known beyond its request. Which the engine has, it says itself (`take_over`)."""
         return Hold(_Path(), 0)
 
     def take_over(self, keys: Sequence[BlockKey]) -> Hold:
@@ -75,10 +58,6 @@ class LentIndex(PrefixIndex):
         if any(old not in (UNKNOWN, new) for old, new in zip(known, given, strict=False)):
             raise InvalidInput("the engine moved blocks of a request that are in use")
         known[: len(given)] = given[: len(known)]
-
-    def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
-        """Nobody else's blocks are known."""
-        return 0
 
     def extend(
         self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int], *, now_s: float, seen: bool = False
@@ -101,15 +80,7 @@ class LentIndex(PrefixIndex):
         return Hold(_Path(path.keys[:num], path.slots[:num], path.whole), num)
 
     def unpin(self, pin: Hold) -> None:
-        """Nothing is kept; it may still be marked."""
-
-    def repin(self, pin: Hold) -> Hold | None:
-        """Whether the engine has given the slots to others, only their request could say."""
-        return None
-
-    def pin_coldest(self, bit: int) -> Hold | None:
-        """Nothing leaves by our decision."""
-        return None
+        """It was a copy, and kept nothing; it may still be marked."""
 
     def slots(self, hold: Hold, start: int = 0) -> "array[int]":
         """Slots of a path from `start` on."""
@@ -118,10 +89,6 @@ class LentIndex(PrefixIndex):
     def keys(self, hold: Hold, start: int = 0) -> list[BlockKey]:
         """Keys of a path from `start` on."""
         return _path(hold).keys[start:]
-
-    def num_hot(self, hold: Hold, hits: int) -> int:
-        """Hits are the engine's, and not counted."""
-        return 0
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks are in a store."""
@@ -171,14 +138,6 @@ class LentIndex(PrefixIndex):
         marks = self._marks
         return sum(not marks.get(key, 0) & bit for key in _path(hold).keys[start:])
 
-    def evict(self) -> Victim | None:
-        """Nothing is ours to evict."""
-        return None
-
-    def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
-        """No block is known."""
-        return []
-
     def facts(self) -> list[object]:
         """What is remembered."""
         return [[key.hex(), marks] for key, marks in self._marks.items()]
@@ -192,8 +151,8 @@ class LentIndex(PrefixIndex):
 class LentSlots(DeviceSlots):
     """Slots that are the engine's: there is nothing to count."""
 
-    def __init__(self, index: LentIndex) -> None:
-        super().__init__(0, index)
+    def __init__(self) -> None:
+        super().__init__(0, None)
 
     def know(self, slots: Iterable[int]) -> None:
         """Their blocks have names; they stay the engine's."""

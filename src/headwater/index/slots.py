@@ -33,7 +33,8 @@ class SlotState(enum.IntEnum):
 class DeviceSlots:
     """Counts the slots of one device. Holds no blocks: the index does."""
 
-    def __init__(self, num_slots: int, index: PrefixIndex) -> None:
+    def __init__(self, num_slots: int, index: PrefixIndex | None) -> None:
+        """`index`: who may be asked to evict; None: nothing is known for longer than its request runs."""
         if not 0 <= num_slots < 1 << 31:
             raise InvalidConfig(f"num_slots must be a number of blocks, not {num_slots!r}")
         self.num_slots: Final = num_slots
@@ -49,7 +50,12 @@ class DeviceSlots:
     @property
     def num_available(self) -> int:
         """Slots that `take` could hand out now, victims included."""
-        return len(self._free) + self._index.num_evictable
+        return len(self._free) + self.num_evictable
+
+    @property
+    def num_evictable(self) -> int:
+        """Slots of known blocks that could leave, one after another."""
+        return 0 if self._index is None else self._index.num_evictable
 
     def take(self, num: int) -> tuple[list[int], list[Victim]] | None:
         """Take `num` slots, all or none. Evicts what it must, and says what it evicted."""
@@ -57,7 +63,7 @@ class DeviceSlots:
             return None
         victims: list[Victim] = []
         while len(self._free) < num:
-            victim = self._index.evict()
+            victim = None if self._index is None else self._index.evict()
             if victim is None:
                 raise Contradiction("blocks that could leave, and none does")
             if self._states[victim.slot] != SlotState.KNOWN:
@@ -113,7 +119,7 @@ class DeviceSlots:
 
     def validate(self) -> None:
         """Raise AssertionError if slots and index disagree. Reads everything."""
-        known = [slot for _, _, slot in self._index.blocks()]
+        known = [] if self._index is None else [slot for _, _, slot in self._index.blocks()]
         assert len(set(known)) == len(known), "two blocks in one slot"
         assert all(self._states[slot] == SlotState.KNOWN for slot in known), "a known block in a slot that is not"
         counts = self.counts()

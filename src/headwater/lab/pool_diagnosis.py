@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.results import Status
 from headwater.lab.finding import FAIL, OK, WARN, Check
-from headwater.layout.frame import Fault, PageMeta, frame_bytes, seal, verify
+from headwater.layout.frame import PageMeta, frame_bytes, seal, verify
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Deadline
 from headwater.storage.mooncake import MooncakeStore
@@ -118,7 +118,7 @@ def _try(url: str) -> Iterator[Check]:
     else:
         back = memoryview(bytearray(len(frame)))
         got = store.get_into([(page.name, back)], deadline=Deadline.after(_CALL_S))[0]
-        intact = got is Status.HIT and not isinstance(verify(back, page.name, now_ms=0), Fault) and back == frame
+        intact = got is Status.HIT and not isinstance(verify(back, page.name, now_ms=0), Status) and back == frame
         if intact:
             yield Check("pool page", OK, "written, read back and equal")
         else:

@@ -31,7 +31,6 @@ The frame is made and checked here, on bytes; who holds the bytes and where is o
 trusts an index: a page is believed only for what its own header says and its own bytes prove.
 """
 
-import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidInput
 from headwater.core.page import KEY_BYTES, PageName, page_name
+from headwater.core.results import Status
 from headwater.layout.digest import XXH3_64, copy_digests, plane_digests
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import zero_tail
@@ -62,16 +62,6 @@ _WORD: Final = np.dtype("<u8")
 _EXPIRY_AT: Final = 168
 _CHECKSUM_AT: Final = 16
 assert _FIXED.size == FIXED_BYTES  # noqa: S101  the table above and the struct must agree
-
-
-class Fault(enum.StrEnum):
-    """Why bytes that were read are a miss all the same. Each has its own counter and event."""
-
-    CORRUPT = "corrupt"  # checksum or digest does not fit the bytes
-    FOREIGN = "foreign"  # an intact page, but another key's, identity's, shard's or layout's
-    SHORT = "short"  # fewer bytes than the header promises
-    STALE = "stale"  # past its time
-    UNKNOWN_VERSION = "unknown_version"  # a format or digest this reader does not know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +204,13 @@ def expiry_ms(frame: memoryview) -> int:
     return int.from_bytes(frame[_EXPIRY_AT : _EXPIRY_AT + 8], "little") if len(frame) >= FIXED_BYTES else 0
 
 
-def parse(frame: memoryview, *, known: PageMeta | None = None) -> Header | Fault:
+def parse(frame: memoryview, *, known: PageMeta | None = None) -> Header | Status:
     """Read a header and check its checksum. Looks at no byte of the payload; never raises on bad bytes.
 
     `known`: what it probably says; if it does, that is what is returned, and no new one is made.
     """
     found = _open(frame)
-    if isinstance(found, Fault):
+    if isinstance(found, Status):
         return found
     fields, table = found
     size, payload_bytes = fields[3], fields[7]
@@ -242,57 +232,57 @@ def parse(frame: memoryview, *, known: PageMeta | None = None) -> Header | Fault
             expires_at_ms=expires_at,
         )
     except InvalidInput:
-        return Fault.CORRUPT
+        return Status.CORRUPT
     return Header(meta, size, payload_bytes, lengths, digests, sealed_at)
 
 
 def vouched(
     frame: memoryview, name: PageName, *, now_ms: int, identity: bytes, plane_bytes: Sequence[int]
-) -> npt.NDArray[np.uint64] | Fault:
+) -> npt.NDArray[np.uint64] | Status:
     """The digests that a page's header vouches for, if it is intact and the one wanted. Looks at no payload.
 
     The checks of `parse` and `expect`, for readers of many pages: nothing is made of what is only compared.
     """
     found = _open(frame)
-    if isinstance(found, Fault):
+    if isinstance(found, Status):
         return found
     fields, table = found
     if fields[8] != name[:KEY_BYTES] or not claims(frame, name) or fields[9] != identity:
-        return Fault.FOREIGN
+        return Status.FOREIGN
     lengths = _lengths(tuple(plane_bytes))
     if len(table) != len(lengths) or not (table[:, 0] == lengths).all():
-        return Fault.FOREIGN
+        return Status.FOREIGN
     if 0 < fields[18] <= now_ms:
-        return Fault.STALE
+        return Status.STALE
     return table[:, 1].copy()
 
 
-def promised(frame: memoryview) -> npt.NDArray[np.uint64] | Fault:
+def promised(frame: memoryview) -> npt.NDArray[np.uint64] | Status:
     """The digests in a page's header, whosever page it is: for one that was verified before. Looks at no payload."""
     found = _open(frame)
-    return found if isinstance(found, Fault) else found[1][:, 1].copy()
+    return found if isinstance(found, Status) else found[1][:, 1].copy()
 
 
-def _open(frame: memoryview) -> tuple[tuple[Any, ...], npt.NDArray[np.uint64]] | Fault:
+def _open(frame: memoryview) -> tuple[tuple[Any, ...], npt.NDArray[np.uint64]] | Status:
     """The fields of a header as they stand, and its table: it is whole, of a version we know, and its checksum fits."""
     if len(frame) < FIXED_BYTES:
-        return Fault.SHORT
+        return Status.SHORT
     fields = _FIXED.unpack_from(frame, 0)
     magic, major, _minor, size, algorithm, table, checksum, payload_bytes = fields[:8]
     num_planes = fields[16]
     if magic != MAGIC:
-        return Fault.CORRUPT
+        return Status.CORRUPT
     if major != MAJOR or algorithm != XXH3_64:
-        return Fault.UNKNOWN_VERSION
+        return Status.UNKNOWN_VERSION
     if table < FIXED_BYTES or size % ALIGNMENT or not 0 < num_planes <= MAX_PLANES or table + 16 * num_planes > size:
-        return Fault.CORRUPT
+        return Status.CORRUPT
     if len(frame) < size:
-        return Fault.SHORT
+        return Status.SHORT
     if _checksum(frame[:size]) != checksum:
-        return Fault.CORRUPT
+        return Status.CORRUPT
     words = np.frombuffer(frame, _WORD, 2 * num_planes, table).reshape(-1, 2)
     if int(words[:, 0].sum()) != payload_bytes:
-        return Fault.CORRUPT
+        return Status.CORRUPT
     return fields, words
 
 
@@ -316,22 +306,22 @@ def verify(
     now_ms: int,
     identity: bytes | None = None,
     plane_bytes: Sequence[int] | None = None,
-) -> Header | Fault:
+) -> Header | Status:
     """Check a private copy of a whole frame: is it this page, intact, alive? Never raises on bad bytes.
 
     `identity` and `plane_bytes` are what the reader is going to use the bytes as; leave them out only where the page is
     not used (a checker that walks a directory).
     """
     header = parse(frame)
-    if isinstance(header, Fault):
+    if isinstance(header, Status):
         return header
     fault = expect(header, name, now_ms=now_ms, identity=identity, plane_bytes=plane_bytes)
     if fault is not None:
         return fault
     if len(frame) < header.frame_bytes:
-        return Fault.SHORT
+        return Status.SHORT
     if plane_digests(frame[header.header_bytes :], header.plane_bytes) != list(header.digests):
-        return Fault.CORRUPT
+        return Status.CORRUPT
     return header
 
 
@@ -347,14 +337,14 @@ def expect(
     now_ms: int,
     identity: bytes | None = None,
     plane_bytes: Sequence[int] | None = None,
-) -> Fault | None:
+) -> Status | None:
     """Whether an intact header is the one the reader wants. Looks at no payload."""
     if header.meta.name != name or (identity is not None and header.meta.identity != identity):
-        return Fault.FOREIGN
+        return Status.FOREIGN
     if plane_bytes is not None and header.plane_bytes != tuple(plane_bytes):
-        return Fault.FOREIGN
+        return Status.FOREIGN
     if 0 < header.meta.expires_at_ms <= now_ms:
-        return Fault.STALE
+        return Status.STALE
     return None
 
 

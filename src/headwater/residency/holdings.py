@@ -5,27 +5,16 @@ are listed, and only full ones: others' blocks are others' to announce, a partia
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES, PageName, page_name
 from headwater.residency.publisher import Row
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.storage.local.families import PagePath
-from headwater.storage.wrappers import WrapperStore
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store
 
 _PORTION: Final = 512
 WHOLE: Final = ((0, 1, 0),)
-
-
-@runtime_checkable
-class Listing(Protocol):
-    """A store that keeps a list of its pages, as LocalStore does."""
-
-    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
-        """Pages of an identity's full blocks, by slot. Raises StoreError."""
-        ...
 
 
 class StoreHoldings:
@@ -57,16 +46,16 @@ class StoreHoldings:
             found = self._store.contains(names, deadline=deadline)
         except HeadwaterError:
             return None
-        down = getattr(self._innermost(), "down", None)  # then it misses everything, which is no answer
-        if deadline.expired or down is not None:
+        damageable = self._store.damageable()
+        if deadline.expired or (damageable is not None and damageable.down is not None):  # then all misses: no answer
             return None
         each = len(self._suffixes)
         return [all(found[at : at + each]) for at in range(0, len(found), each)]
 
     def listed(self) -> Iterator[list[Row]]:
         """All full blocks of the identity, in portions; none where the store keeps no list."""
-        store, after = self._innermost(), -1
-        while isinstance(store, Listing):
+        store, after = self._store.listing(), -1
+        while store is not None:
             deadline = Deadline.after(self._timeout_s, self._clock)
             try:
                 rows = store.paths(self._identity, self._block_tokens, after=after, limit=_PORTION, deadline=deadline)
@@ -84,9 +73,3 @@ class StoreHoldings:
             return rows
         there = self.held([row[0] for row in rows]) or [False] * len(rows)
         return [row for row, whole in zip(rows, there, strict=True) if whole]
-
-    def _innermost(self) -> object:
-        store = self._store
-        while isinstance(store, WrapperStore):
-            store = store.store
-        return store

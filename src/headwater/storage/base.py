@@ -19,9 +19,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Final, NamedTuple, Protocol, Self
 
 from headwater.core.closing import Closing
+from headwater.core.errors import StoreError
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
@@ -68,8 +69,8 @@ class Deadline:
 class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
-    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`), and never of its class: what
-    is wrapped can still do it.
+    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`, `damageable`, `listing`), and
+    never of its class: what is wrapped can still do it. A store that can overrides the method, and answers itself.
     """
 
     @property
@@ -89,15 +90,23 @@ class Store(Closing):
 
     def addressable(self) -> "Addressable | None":
         """Its pages in place; None: they go by `put` and `get_into` alone."""
-        return self if isinstance(self, Addressable) else None
+        return None
 
     def cached_names(self) -> "CachedNames | None":
         """Who says from memory what it has; None: it has to be asked."""
-        return self if isinstance(self, CachedNames) else None
+        return None
 
     def registering(self) -> "Registering | None":
         """Who may be shown memory that pages lie in; None: that is no help."""
-        return self if isinstance(self, Registering) else None
+        return None
+
+    def damageable(self) -> "Damageable | None":
+        """Who says whether it is damaged, and can be put right; None: it is as it is."""
+        return None
+
+    def listing(self) -> "Listing | None":
+        """Who has a list of the pages; None: nobody, they can only be asked for by name."""
+        return None
 
     @abstractmethod
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
@@ -159,7 +168,6 @@ class Borrow(NamedTuple):
     stamp: bytes  # the header as it was when borrowed
 
 
-@runtime_checkable
 class Registering(Protocol):
     """A store that moves pages faster where it was shown the memory that they lie in."""
 
@@ -168,12 +176,41 @@ class Registering(Protocol):
         ...
 
 
-@runtime_checkable
 class CachedNames(Protocol):
     """A store that can often say from memory what it has."""
 
     def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
         """What `contains` would say, if that is in memory and up to date; None: ask. Never waits for anybody."""
+        ...
+
+
+class Damageable(Protocol):
+    """A store that turns itself off when it finds itself damaged, and can be put right."""
+
+    @property
+    def down(self) -> StoreError | None:
+        """Why it is off, or None. Looks at memory only."""
+        ...
+
+    def revive(self) -> bool:
+        """Come in again. Blocks. True if the store is up."""
+        ...
+
+
+class PagePath(NamedTuple):
+    """A page, the one before it, and its depth; `slot` is where it lies."""
+
+    slot: int
+    name: PageName
+    parent: PageName
+    depth: int
+
+
+class Listing(Protocol):
+    """A store that keeps a list of its pages."""
+
+    def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
+        """Pages of an identity's full blocks, by slot, from behind the slot `after` on. Raises StoreError."""
         ...
 
 

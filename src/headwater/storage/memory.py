@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headwater.core.errors import InvalidConfig, ResourceClosed
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import Fault, Header, parse
+from headwater.layout.frame import Header, parse
 from headwater.policy import BlockFacts, History, LeafOrder, Lru, Policy
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 
@@ -58,7 +58,7 @@ class MemoryStore(Store):
 
     def _put(self, name: PageName, frame: memoryview, now_s: float) -> Status:
         header = parse(frame)
-        if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
+        if isinstance(header, Status) or header.meta.name != name or len(frame) != header.frame_bytes:
             return Status.REFUSED
         if len(frame) > self._limit_bytes:
             return Status.REFUSED

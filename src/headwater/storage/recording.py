@@ -28,12 +28,14 @@ from headwater.config.serve import MIN_RECORD_BYTES
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
+from headwater.core.results import Status
 from headwater.core.version import __version__
 from headwater.metrics import Metrics
 
 log: Final = logging.getLogger("headwater")
 
-FORMAT: Final = "headwater recording 1"
+_FORMATS: Final = "headwater recording "  # and a number
+FORMAT: Final = f"{_FORMATS}2"  # a new number whenever events, instructions or configs change their names or meaning
 _LAST_BYTES: Final = 512  # kept for the last line
 _MOST_QUEUED: Final = 8192  # events that are not written yet
 _BATCH_BYTES: Final = 1 << 20
@@ -299,7 +301,7 @@ class _Reader:
             more["keys"] = self._keys(document.pop("keys"))
             document["keys"] = []
         elif document["is"] == ev.JobDone.__name__:
-            more["results"] = tuple(str(result) for result, num in document.pop("results") for _ in range(num))
+            more["results"] = tuple(Status(result) for result, num in document.pop("results") for _ in range(num))
             document["results"] = []
         event = ev.decode(document)
         if not isinstance(event, ev.Event):
@@ -314,6 +316,21 @@ class _Reader:
         return keys
 
 
+class _OtherFormat(InvalidInput):
+    """A recording, and of another version of the format."""
+
+
+def _check_format(path: Path, document: dict[str, Any]) -> None:
+    """Raise _OtherFormat for a recording of another version of the format, ValueError for what is none."""
+    found = document.get("recording")
+    if found == FORMAT:
+        return
+    if isinstance(found, str) and found.startswith(_FORMATS) and found.removeprefix(_FORMATS).isdecimal():
+        by = document.get("headwater", "of no version")
+        raise _OtherFormat(f"{path} is a {found!r}, written by Headwater {by}, and this one reads {FORMAT!r} only")
+    raise ValueError(f"it does not begin with {FORMAT!r}")
+
+
 def read(path: Path) -> Iterator[Line]:
     """What is in a recording, in order. Raises InvalidInput for a file that is none, or has a line that is none."""
     reader, number, last = _Reader(), 0, b""
@@ -323,10 +340,12 @@ def read(path: Path) -> Iterator[Line]:
                 if not last.endswith(b"\n"):
                     break
                 document = json.loads(last)
-                if number == 1 and document.get("recording") != FORMAT:
-                    raise ValueError(f"it does not begin with {FORMAT!r}")
-                if number > 1:
+                if number == 1:
+                    _check_format(path, document)
+                else:
                     yield reader.line(document)
+    except _OtherFormat:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise InvalidInput(f"{path} is no recording: line {number}: {error!r}") from error
     if number and not last.endswith(b"\n"):

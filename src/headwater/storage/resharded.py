@@ -18,8 +18,8 @@ from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import KEY_BYTES, PageName, page_name
-from headwater.core.results import Status
-from headwater.layout.frame import Fault, PageMeta, frame_bytes, header_bytes, parse, seal
+from headwater.core.results import BAD_PAGE, Status
+from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal
 from headwater.layout.reshard import Plan, Source, copy_strips, part_number, plans
 from headwater.layout.shard import Part
 from headwater.layout.spec import KVLayout
@@ -31,7 +31,6 @@ from headwater.storage.wrappers import OpaqueStore
 SIZES: Final = (1, 2, 4, 8)  # of the groups that are looked for, where nobody says
 _SCRATCH_BYTES: Final = 64 << 20  # of pages that one call has in hand
 _NEVER: Final = 1 << 62  # bad pages until a reader in here turns itself off: who reads the view does that
-_FAULTS: Final = frozenset(Status(fault.value) for fault in Fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +193,11 @@ class ReshardedStore(OpaqueStore):
             wanted = [(_name(pages[i][0], source), frame) for i, source, frame in asked]
             got = lot.reader.get_into(wanted, deadline=deadline)
             for (i, source, frame), (name, _), status in zip(asked, wanted, got, strict=True):
-                if status in _FAULTS:
+                if status in BAD_PAGE:
                     self._metrics.event("bad_source_page", fault=status.value, name=name.hex())
                 if status is not Status.HIT:
                     results[i] = status if results[i] is Status.HIT else results[i]
-                elif not isinstance(header := parse(frame), Fault):  # it was verified, in memory that is only ours
+                elif not isinstance(header := parse(frame), Status):  # it was verified, in memory that is only ours
                     metas[i].append(header.meta)
                     copy_strips(frame[header.header_bytes :], pages[i][1][self._header_bytes :], source.strips)
         for i, status in enumerate(results):

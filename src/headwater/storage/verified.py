@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
-from headwater.core.results import GET_ANSWERS, Status
+from headwater.core.results import BAD_PAGE, GET_ANSWERS, Status
 from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
-from headwater.layout.frame import Fault, expect, header_bytes, parse, vouched
+from headwater.layout.frame import expect, header_bytes, parse, vouched
 from headwater.layout.headers import copies, vouched_all
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Store, portions
@@ -159,7 +159,7 @@ class VerifiedStore(Store):
             if isinstance(loan, Status):
                 break
         last = found[-1] if found else None
-        if isinstance(last, Status) and last in _FAULTS:
+        if isinstance(last, Status) and last in BAD_PAGE:
             self._throw_out([(names[len(found) - 1], last)], deadline)
         return found + [Status.MISS] * (len(names) - len(found))
 
@@ -208,7 +208,7 @@ class VerifiedStore(Store):
         found = vouched(
             header, borrow.name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes
         )
-        return Status(found.value) if isinstance(found, Fault) else Loan(borrow, found)
+        return found if isinstance(found, Status) else Loan(borrow, found)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Pass on: a hint."""
@@ -244,7 +244,7 @@ class VerifiedStore(Store):
         """Throw out what is bad, and remember how it goes."""
         if Status.HIT in results:
             self._num_bad = 0
-        bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in _FAULTS]
+        bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in BAD_PAGE]
         if bad:
             self._throw_out(bad, deadline)
 
@@ -268,8 +268,8 @@ class VerifiedStore(Store):
         start = self._header_bytes
         now_ms = self._now_ms()
         found = vouched(frame[:start], name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
-        if isinstance(found, Fault):
-            return Status(found.value)
+        if isinstance(found, Status):
+            return found
         right = plane_digests(frame[start:], self._plane_bytes) == found.tolist()
         return Status.HIT if right else Status.CORRUPT
 
@@ -296,11 +296,11 @@ class VerifiedStore(Store):
         start = self._header_bytes
         buffer[:start] = source[:start]
         header = parse(buffer[:start])
-        if isinstance(header, Fault):
-            return Status(header.value)
+        if isinstance(header, Status):
+            return header
         fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
         if fault is not None:
-            return Status(fault.value)
+            return fault
         copy = buffer[start:]
         if copy_digests(source[start:], copy, header.plane_bytes, private=copy) != list(header.digests):
             return Status.CORRUPT
@@ -330,5 +330,4 @@ def _a_miss(status: object) -> Status:
     return status if isinstance(status, Status) and status in _MISSES else Status.FAILED
 
 
-_FAULTS = frozenset(Status(fault.value) for fault in Fault)
 _MISSES: Final = GET_ANSWERS - {Status.HIT}

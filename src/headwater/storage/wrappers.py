@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.storage.base import Addressable, CachedNames, Deadline, Registering, Store
+from headwater.storage.base import Addressable, CachedNames, Damageable, Deadline, Listing, Registering, Store
 
 _CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
 _WAYS: Final = frozenset({"addressable", "cached_names"})
@@ -48,16 +48,24 @@ class WrapperStore(Store):
         return self.store.interruptible
 
     def addressable(self) -> Addressable | None:
-        """As the store inside, unless it is so itself."""
-        return super().addressable() or self.store.addressable()
+        """As of the store inside."""
+        return self.store.addressable()
 
     def cached_names(self) -> CachedNames | None:
-        """As the store inside, unless it is so itself."""
-        return super().cached_names() or self.store.cached_names()
+        """As of the store inside."""
+        return self.store.cached_names()
 
     def registering(self) -> Registering | None:
-        """As the store inside, unless it is so itself."""
-        return super().registering() or self.store.registering()
+        """As of the store inside."""
+        return self.store.registering()
+
+    def damageable(self) -> Damageable | None:
+        """As of the store inside."""
+        return self.store.damageable()
+
+    def listing(self) -> Listing | None:
+        """As of the store inside."""
+        return self.store.listing()
 
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""
@@ -84,9 +92,9 @@ class OpaqueStore(WrapperStore):
     """A wrapper past which nothing goes: pages by `put` and `get_into` alone, and every question by `contains`."""
 
     def addressable(self) -> Addressable | None:
-        """None, unless it is so itself: what is copied in place in the store inside does not come by here."""
-        return Store.addressable(self)
+        """None: what is copied in place in the store inside does not come by here."""
+        return None
 
     def cached_names(self) -> CachedNames | None:
-        """None, unless it is so itself: who looks asks here."""
-        return Store.cached_names(self)
+        """None: who looks asks here."""
+        return None

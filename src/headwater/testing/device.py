@@ -38,6 +38,9 @@ class BytesStaging:
     def num_pages(self) -> int:
         return len(self.pages)
 
+    def in_place(self) -> None:
+        return None
+
     def block(self, slot: int) -> bytes:
         """What a slot holds now."""
         return bytes(self.device[slot])

@@ -14,7 +14,7 @@ import pytest
 
 from headwater.core.errors import ResourceClosed
 from headwater.core.results import Status
-from headwater.layout.frame import ALIGNMENT, Fault, verify
+from headwater.layout.frame import ALIGNMENT, verify
 from headwater.layout.spec import opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import Addressable, Borrow, Deadline, Reservation, Store
@@ -339,7 +339,7 @@ class StoreTests:
         assert isinstance(borrow, Borrow)
         copy = memoryview(bytearray(borrow.view))
         assert in_place.still_valid(borrow)
-        assert not isinstance(verify(copy, page.name, now_ms=0), Fault)
+        assert not isinstance(verify(copy, page.name, now_ms=0), Status)
         store.delete([page.name], deadline=soon())
         assert not in_place.still_valid(borrow)
 

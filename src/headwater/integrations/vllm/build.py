@@ -67,6 +67,10 @@ class _NoPages:
     def __init__(self, num_bytes: int) -> None:
         self._frame = memoryview(bytearray(num_bytes))
 
+    def in_place(self) -> None:
+        """None: nothing is copied."""
+        return
+
     def frame(self, page: int) -> memoryview:
         """The one page, which is never used."""
         return self._frame

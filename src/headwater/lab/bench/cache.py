@@ -180,6 +180,6 @@ def _weigh(num_blocks: int) -> float:
         cache = _cache(num_blocks)
         _fill(cache, [], num_blocks, parted=False)
         gc.collect()
-        return tracemalloc.get_traced_memory()[0] / len(cache.brain.index)
+        return tracemalloc.get_traced_memory()[0] / len(cache.brain.blocks())
     finally:
         tracemalloc.stop()

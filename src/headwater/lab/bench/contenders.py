@@ -22,7 +22,7 @@ from headwater.core.errors import StoreError
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.lab.bench.pools import IDENTITY, Page, Wanted, seal_all
-from headwater.layout.frame import ALIGNMENT, Fault, frame_bytes, verify
+from headwater.layout.frame import ALIGNMENT, frame_bytes, verify
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import Deadline, Store
 from headwater.storage.local import LocalStore
@@ -208,7 +208,7 @@ def _verify_all(pages: list[Wanted], layout: KVLayout) -> None:
     now_ms = int(time.time() * 1000)
     for name, frame in pages:
         found = verify(frame, name, now_ms=now_ms, identity=IDENTITY, plane_bytes=layout.plane_bytes)
-        if isinstance(found, Fault):
+        if isinstance(found, Status):
             raise StoreError("a baseline gave back other bytes than it was given")
 
 

@@ -94,7 +94,7 @@ class End:
         planes = self._running.engine.planes
         keys = decode(asked["ticket"]).keys
         with self._running.cache.still() as brain:
-            known = {key: slot for key, _, slot in brain.index.blocks()}
+            known = {key: slot for key, _, slot in brain.blocks()}
         digest = xxhash.xxh3_128()
         for row in planes.rows:
             slots = torch.tensor([known[key] for key in keys if key in known], device=row.device)

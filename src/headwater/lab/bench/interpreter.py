@@ -49,6 +49,10 @@ class _StillWire:
     def __init__(self, cache: DeviceCache, layout: KVLayout, direction: Direction) -> None:
         self._pieces: dict[int, WirePiece] = {}
 
+    def direct(self) -> None:
+        """None: there is one way."""
+        return
+
     def launch(self, place: int, piece: WirePiece) -> None:
         """Remember how large the piece is."""
         self._pieces[place] = piece

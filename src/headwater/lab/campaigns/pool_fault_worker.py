@@ -75,6 +75,9 @@ class _Staging:
     def num_pages(self) -> int:
         return _NUM_PAGES
 
+    def in_place(self) -> None:
+        return None
+
     def frame(self, page: int) -> memoryview:
         return self._frames[page]
 

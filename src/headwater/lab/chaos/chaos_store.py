@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import Fault, parse
+from headwater.layout.frame import parse
 from headwater.storage.base import Borrow, Deadline, Reservation, Store
 from headwater.storage.local import MappedStore
 
@@ -230,4 +230,4 @@ def _is_tail(item: Any) -> bool:
     if not isinstance(name, bytes):  # to be reserved
         return False
     header = parse(frame)
-    return not isinstance(header, Fault) and header.meta.expires_at_ms != 0
+    return not isinstance(header, Status) and header.meta.expires_at_ms != 0

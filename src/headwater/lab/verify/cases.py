@@ -149,7 +149,7 @@ class _Rig:
         if not over.wait(_WAIT_S):
             raise HeadwaterError(f"request {request.name} did not end in {_WAIT_S:g} s")
         with self._engine.connector.cache.still() as brain:
-            known = {key: slot for key, _, slot in brain.index.blocks()}
+            known = {key: slot for key, _, slot in brain.blocks()}
         for key in request.keys[:_PROMPT_BLOCKS]:
             if key in known:
                 run.blocks[key] = [row[known[key]].cpu().numpy().tobytes() for row in self._planes.rows]

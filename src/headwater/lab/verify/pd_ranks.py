@@ -56,6 +56,10 @@ class RankStaging:
         """How many pages there are."""
         return self._host.num_pages
 
+    def in_place(self) -> None:
+        """None: everything goes through pages."""
+        return
+
     def frame(self, page: int) -> memoryview:
         """A page's memory."""
         return self._host.page(page)

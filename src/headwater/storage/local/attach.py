@@ -22,7 +22,8 @@ from headwater.core.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from headwater.layout.frame import ALIGNMENT, MAX_PLANES, Fault, Header, header_bytes, parse
+from headwater.core.results import Status
+from headwater.layout.frame import ALIGNMENT, MAX_PLANES, Header, header_bytes, parse
 from headwater.metrics import Metrics
 from headwater.policy import Lru, Policy, policy_by_name
 from headwater.storage.base import Clock, Deadline
@@ -168,16 +169,16 @@ def _header_reader(slab: Slab) -> Callable[[int], Header | None]:
     return read
 
 
-def read_header(slab: Slab, offset: int) -> Header | Fault:
+def read_header(slab: Slab, offset: int) -> Header | Status:
     """The header of whatever is in a slot; a second read only for pages of very many planes."""
     raw = memoryview(bytearray(ALIGNMENT))
     if not slab.read_into(offset, raw):
-        return Fault.SHORT
+        return Status.SHORT
     header = parse(raw)
     size = int.from_bytes(raw[8:12], "little")
-    if header is Fault.SHORT and size <= header_bytes(MAX_PLANES):
+    if header is Status.SHORT and size <= header_bytes(MAX_PLANES):
         raw = memoryview(bytearray(size))
-        header = parse(raw) if slab.read_into(offset, raw) else Fault.SHORT
+        header = parse(raw) if slab.read_into(offset, raw) else Status.SHORT
     return header
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, StoreUnavailable
 from headwater.core.page import PageName
-from headwater.core.results import Status
-from headwater.layout.frame import ALIGNMENT, Fault, verify
+from headwater.core.results import BAD_PAGE, Status
+from headwater.layout.frame import ALIGNMENT, verify
 from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.local.families import FamilyUse
@@ -70,7 +70,7 @@ class BadPage:
     """A page that would not be served, and why."""
 
     name: PageName
-    fault: Fault
+    fault: Status
     identity: bytes
     tenant: bytes
 
@@ -89,10 +89,10 @@ class Checked:
     bad: tuple[BadPage, ...]
 
     @property
-    def faults(self) -> dict[Fault, int]:
+    def faults(self) -> dict[Status, int]:
         """How many pages have each fault; every fault is there."""
         counts = Counter(page.fault for page in self.bad)
-        return {fault: counts[fault] for fault in Fault}
+        return {fault: counts[fault] for fault in Status if fault in BAD_PAGE}
 
     @property
     def intact(self) -> bool:
@@ -181,14 +181,14 @@ def check(store: LocalStore, *, remove: bool = False, progress: Progress | None 
         if num_bytes > len(buffer):
             buffer = memoryview(mmap.mmap(-1, -(-num_bytes // ALIGNMENT) * ALIGNMENT))  # page aligned: kernel copies
         state = _check_page(store, name, family, buffer[:num_bytes])
-        if isinstance(state, Fault):
+        if isinstance(state, Status):
             bad.append(BadPage(name, state, family.identity, family.tenant))
         else:
             found[state] += 1
         found["bytes"] += num_bytes
         if progress is not None:
             progress(done, len(names))
-    doomed = [page.name for page in bad if remove and page.fault is not Fault.UNKNOWN_VERSION]
+    doomed = [page.name for page in bad if remove and page.fault is not Status.UNKNOWN_VERSION]
     left = sum(_delete(store, doomed[i : i + _BATCH_PAGES]) for i in range(0, len(doomed), _BATCH_PAGES))
     return Checked(
         directory=store.config.directory,
@@ -202,9 +202,9 @@ def check(store: LocalStore, *, remove: bool = False, progress: Progress | None 
     )
 
 
-def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: memoryview) -> Fault | str:
+def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: memoryview) -> Status | str:
     deadline = Deadline.after(_CALL_S)
-    status = store.peek(name, frame, deadline=deadline)
+    (status,) = store.peek_into([(name, frame)], deadline=deadline)
     if store.down is not None:
         raise store.down
     if status is Status.MISS:
@@ -212,14 +212,14 @@ def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: mem
     if status in (Status.LATE, Status.FAILED):
         return "unread"
     if status is not Status.HIT:
-        return Fault(status.value)
+        return status
     header = verify(frame, name, now_ms=0, identity=family.identity)  # the moment 0: expired pages are read as well
-    if isinstance(header, Fault):
+    if isinstance(header, Status):
         return header
     if header.frame_bytes != len(frame):
-        return Fault.SHORT  # the index promises bytes that are not the page's
+        return Status.SHORT  # the index promises bytes that are not the page's
     if header.meta.tenant != family.tenant:
-        return Fault.FOREIGN
+        return Status.FOREIGN
     return "expired" if 0 < header.meta.expires_at_ms <= time.time() * 1000 else "intact"
 
 

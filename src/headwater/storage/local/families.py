@@ -5,11 +5,10 @@ Reads the whole index, without a lock. An answer that could not be had in time i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline
+from headwater.storage.base import Deadline, PagePath
 from headwater.storage.local.records import Record, RecordState
 from headwater.storage.local.table import Table
 
@@ -26,15 +25,6 @@ class FamilyUse:
     num_tokens: int
     max_depth: int
     last_used_s: float
-
-
-class PagePath(NamedTuple):
-    """A page, the one before it, and its depth; `slot` is where it lies."""
-
-    slot: int
-    name: PageName
-    parent: PageName
-    depth: int
 
 
 def usage(table: Table, deadline: Deadline) -> list[FamilyUse]:

@@ -8,11 +8,11 @@ so that no other process is given the slot while a copy may still be writing to 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, repeat
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import PREFIX_BYTES, Fault, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, PageMeta, claims, parse
 from headwater.layout.headers import are_of, claim_all
 from headwater.storage.base import Addressable, Borrow, Deadline, Reservation
 from headwater.storage.local.allocator import Search
@@ -36,6 +36,10 @@ _as_reservation = partial(tuple.__new__, Reservation)
 
 class MappedStore(LocalStore, Addressable):
     """A LocalStore that can be addressed. Made by `build.open_local` where the directory lies on tmpfs."""
+
+    def addressable(self) -> Self:
+        """Itself."""
+        return self
 
     def memory(self) -> memoryview | None:
         """The slab's mapping. A view of it keeps it mapped, past close() and past a rebuild."""
@@ -178,7 +182,7 @@ class MappedStore(LocalStore, Addressable):
 def _fits(reservation: Reservation) -> bool:
     """Whether a slot holds the frame that it was reserved for."""
     header = parse(reservation.view, known=reservation.meta)
-    if isinstance(header, Fault):
+    if isinstance(header, Status):
         return False
     return header.meta == reservation.meta and header.frame_bytes == len(reservation.view)
 

@@ -13,20 +13,20 @@ at once, the reason stands in `down`, and `revive` comes in again, which repairs
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final, Self, TypeVar
 
 from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import PREFIX_BYTES, Fault, Header, PageMeta, claims, parse
+from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store
 from headwater.storage.local import descriptors, families
 from headwater.storage.local.allocator import Allocator, Search
 from headwater.storage.local.attach import attach
 from headwater.storage.local.attachment import Attachment, IndexLocked
-from headwater.storage.local.families import FamilyUse, PagePath
+from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.mend import problems
 from headwater.storage.local.mirror import Slot
 from headwater.storage.local.removal import Removal
@@ -77,6 +77,18 @@ class LocalStore(Store):
 
     # --- the store interface ------------------------------------------------------------------------------------------
 
+    def cached_names(self) -> Self:
+        """Itself: the index is in memory."""
+        return self
+
+    def damageable(self) -> Self:
+        """Itself."""
+        return self
+
+    def listing(self) -> Self:
+        """Itself."""
+        return self
+
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store sealed frames; what cannot be had in time or room is said per page."""
         results = [Status.FAILED] * len(pages)
@@ -89,7 +101,7 @@ class LocalStore(Store):
                 batch: list[tuple[int, Header]] = []
                 for i, (name, frame) in enumerate(pages[start : start + BATCH_PAGES], start):
                     header = parse(frame)
-                    if isinstance(header, Fault) or header.meta.name != name or len(frame) != header.frame_bytes:
+                    if isinstance(header, Status) or header.meta.name != name or len(frame) != header.frame_bytes:
                         results[i] = Status.REFUSED
                     else:
                         batch.append((i, header))
@@ -297,10 +309,6 @@ class LocalStore(Store):
     def validate(self, *, deadline: Deadline) -> list[str]:
         """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
         return self._answer(lambda at: at.transact(lambda: problems(at.catalog), deadline))
-
-    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> Status:
-        """Copy one frame out as `get_into` does, without counting it as a use."""
-        return self._run(lambda at: self._get(at, name, buffer, deadline), Status.FAILED)
 
     def frame_bytes(self, name: PageName) -> int | None:
         """Size of a page's frame, if the page seems to be there. Memory only."""

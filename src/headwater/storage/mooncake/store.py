@@ -27,12 +27,12 @@ ends when the engine ends it. `mooncake/engine.py` says how long that may be.
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
 from headwater.core.errors import InvalidInput, ResourceClosed, StoreForked
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import Fault, PageMeta, parse
+from headwater.layout.frame import PageMeta, parse
 from headwater.storage.base import Deadline, Store
 from headwater.storage.mooncake.config import MooncakeConfig, parse_url
 from headwater.storage.mooncake.engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, MooncakeEngine
@@ -69,6 +69,10 @@ class MooncakeStore(Store):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
+    def registering(self) -> Self:
+        """Itself."""
+        return self
+
     def register(self, memory: memoryview) -> bool:
         """Let the engine reach the pages in this memory where they lie; it must stay until the store is closed.
 
@@ -93,8 +97,8 @@ class MooncakeStore(Store):
         results = [Status.REFUSED] * len(pages)
         metas: dict[int, PageMeta] = {}
         for i, (name, frame) in enumerate(pages):
-            header = parse(frame) if self._memory.takes(frame) else Fault.FOREIGN
-            if not isinstance(header, Fault) and header.meta.name == name and len(frame) == header.frame_bytes:
+            header = parse(frame) if self._memory.takes(frame) else Status.FOREIGN
+            if not isinstance(header, Status) and header.meta.name == name and len(frame) == header.frame_bytes:
                 metas[i] = header.meta
         trouble = Status.LATE if deadline.expired else None
         held = self._look({i: (meta, len(pages[i][1])) for i, meta in metas.items()}, deadline) if not trouble else {}

@@ -26,7 +26,7 @@ from typing import Final
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import Fault, PageMeta, expiry_ms, parse
+from headwater.layout.frame import PageMeta, expiry_ms, parse
 from headwater.storage.base import Deadline, Store
 from headwater.storage.redis.lines import Command, LineLate, RedisError, RedisLines, Refused, Skipped, Unauthorised
 from headwater.storage.redis.protocol import MAX_VALUE_BYTES
@@ -60,8 +60,8 @@ class RedisStore(Store):
         results = [Status.REFUSED] * len(pages)
         metas: dict[int, PageMeta] = {}
         for i, (name, frame) in enumerate(pages):
-            header = parse(frame) if len(frame) <= MAX_VALUE_BYTES else Fault.FOREIGN
-            if not isinstance(header, Fault) and header.meta.name == name and len(frame) == header.frame_bytes:
+            header = parse(frame) if len(frame) <= MAX_VALUE_BYTES else Status.FOREIGN
+            if not isinstance(header, Status) and header.meta.name == name and len(frame) == header.frame_bytes:
                 metas[i] = header.meta
         try:
             held = self._look(metas.values(), deadline)

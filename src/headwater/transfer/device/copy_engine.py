@@ -131,8 +131,8 @@ class CopyEngine(Owned):
         """
         choices: list[PathChoice] = []
         for direction, queue in self._queues.items():
-            wire = queue.wire
-            if not isinstance(wire, StagedWire):
+            wire = queue.wire.direct()
+            if wire is None:
                 continue
             faster = True
             count = 1

@@ -12,7 +12,7 @@ waits on the device for copies takes turns with an engine's kernels meanwhile, s
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache
 from headwater.transfer.device.copy import find_planes
 from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
-from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, WirePiece
+from headwater.transfer.device.wire import MAX_ROWS, Digests, DirectCopies, Direction, WirePiece
 
 _ALIGNMENT: Final = 16  # of a row in a buffer on the device: vector loads
 _PLACES, _PLACE_BYTES = 4, 31 << 20
@@ -77,6 +77,10 @@ class CudaWire(ABC):
             self._over = [
                 {spins: calls.create_event(spins=spins) for spins in (True, False)} for _ in range(num_places)
             ]
+
+    def direct(self) -> DirectCopies | None:
+        """None: there is one way."""
+        return None
 
     def launch(self, place: int, piece: WirePiece) -> None:
         """Queue kernel and copies on the device."""
@@ -184,12 +188,16 @@ class StagedWire(CudaWire):
         super().__init__(
             cache, layout, direction, num_places=num_places, place_bytes=place_bytes, digests=digests, copies=True
         )
-        self.direct_bytes = direct_bytes
+        self.direct_bytes: int = direct_bytes
         # Short pieces are read twice, once to be digested: out of memory that others write to, that proves nothing.
         self._may_be_direct = self._out or min(layout.plane_bytes) > SHORT.value
         self._buffers = torch.empty(num_places * place_bytes, dtype=torch.uint8, device=cache.device)
         self._buffers_at = self._buffers.data_ptr()
         torch.cuda.synchronize(cache.device)  # the cache was zeroed on another stream, which ours do not follow
+
+    def direct(self) -> Self:
+        """Itself."""
+        return self
 
     def _queue(self, place: int, piece: WirePiece, start: int, width: int) -> int:
         frames = self._addresses(piece, start)

@@ -61,6 +61,10 @@ class TorchWire:
         self._helper: threading.Thread | None = None  # from the first time there is something to share
         self._closed = False
 
+    def direct(self) -> None:
+        """None: there is one way."""
+        return
+
     def launch(self, place: int, piece: WirePiece) -> None:
         """Remember the piece; the helper may begin with it."""
         size = sum(self._layout.plane_bytes[piece.planes.start : piece.planes.stop])

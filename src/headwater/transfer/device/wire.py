@@ -41,6 +41,12 @@ class WirePiece:
     addresses: Sequence[int] = ()  # where the frames begin; none, for a wire that does not ask for them
 
 
+class DirectCopies(Protocol):
+    """A wire that has two ways: through its buffers, or small pieces straight over the bus."""
+
+    direct_bytes: int  # pieces up to this size go straight
+
+
 class Wire(Protocol):
     """One direction. Calls of one place come from one thread at a time; several places may be in use at once."""
 
@@ -62,6 +68,10 @@ class Wire(Protocol):
     @property
     def in_stages(self) -> bool:
         """Whether a piece is copied twice, so that small ones at the ends let both stages begin early."""
+        ...
+
+    def direct(self) -> DirectCopies | None:
+        """Where it is set which pieces go straight; None: there is one way."""
         ...
 
     def launch(self, place: int, piece: WirePiece) -> None:

@@ -79,7 +79,7 @@ class InPlaceJobs:
     ) -> None:
         """`moved` counts pages that went to or came from a tier, and says how many bytes that is."""
         self._tiers = tiers
-        self._staging = staging if isinstance(staging, InPlace) else None
+        self._staging = staging.in_place()
         self._ledger = ledger
         self._naming = naming
         self._slice_pages = slice_pages

@@ -4,7 +4,7 @@ A page here is a frame's memory: header first, payload behind it. `gather` and `
 verifying is done on the frame, by others. Staging owns no decision: who may use which page, when a slot may be read or
 written, is the worker's business (`worker.py`), and whether the bytes are right is `layout/frame.py`'s.
 
-Staging that is also `InPlace` reaches into a store's own memory: blocks go straight into a slab and straight out of it,
+Staging that can (`in_place`) reaches into a store's own memory: blocks go straight into a slab and straight out of it,
 and no page is needed. Where a GPU is, that memory has to be registered first; what cannot be registered goes through
 the pages.
 
@@ -15,12 +15,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
-from headwater.layout.frame import Fault, frame_bytes, promised
+from headwater.core.results import Status
+from headwater.layout.frame import frame_bytes, promised
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.populate import address_of, populate
 
@@ -61,8 +62,11 @@ class Staging(Protocol):
         """
         ...
 
+    def in_place(self) -> "InPlace | None":
+        """Who copies between slots and a store's own memory; None: everything goes through pages."""
+        ...
 
-@runtime_checkable
+
 class InPlace(Protocol):
     """Staging that copies between slots and memory that is not its own, a store's slab."""
 
@@ -157,6 +161,10 @@ class TorchStaging:
         """How many pages the host cache has."""
         return self._host.num_pages
 
+    def in_place(self) -> Self:
+        """Itself."""
+        return self
+
     def frame(self, page: int) -> memoryview:
         """A page's memory. Raises InvalidInput for one that does not exist, ResourceClosed after close."""
         return self._host.page(page)
@@ -174,7 +182,7 @@ class TorchStaging:
         """
         frames = [self._host.page(page) for page in pages]
         digests = [promised(frame) for frame in frames]
-        expected = [one for one in digests if not isinstance(one, Fault)]
+        expected = [one for one in digests if not isinstance(one, Status)]
         if len(expected) < len(frames):
             raise CopyDamaged("a page is not sealed any more")
         transfer = self._engine.scatter(frames, slots, expected=np.stack(expected) if expected else None)

@@ -5,34 +5,22 @@ No threads, no decisions: whether a store is used is decided in `worker.py` and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
-from headwater.core.errors import InvalidInput, StoreError
+from headwater.core.errors import InvalidInput
 from headwater.core.events import Save
 from headwater.core.page import KEY_BYTES, PageName, page_name
 from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, Status
-from headwater.layout.frame import Fault, PageMeta, frame_bytes, parse
+from headwater.layout.frame import PageMeta, frame_bytes, parse
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline, Store
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import WrapperStore
 from headwater.transfer.executor.trouble import call, require
 
 BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
-
-
-@runtime_checkable
-class Damageable(Protocol):
-    """A store that turns itself off when it finds itself damaged, as LocalStore does, and can be put right."""
-
-    down: StoreError | None
-
-    def revive(self) -> bool:
-        """Come in again. Blocks. True if the store is up."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +81,7 @@ class Naming:
     def is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
         """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9). Pure."""
         header = parse(frame)
-        if isinstance(header, Fault) or header.meta.valid_tokens != valid_tokens:
+        if isinstance(header, Status) or header.meta.valid_tokens != valid_tokens:
             return False
         return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self.layout, valid_tokens)
 
@@ -107,10 +95,7 @@ class TierStore:
         self.reader = VerifiedStore(
             store, identity=naming.identity, plane_bytes=naming.layout.plane_bytes, clock=clock, metrics=metrics
         )
-        inner = store
-        while isinstance(inner, WrapperStore):
-            inner = inner.store
-        self.damageable = inner if isinstance(inner, Damageable) else None
+        self.damageable = store.damageable()
 
     # --- foreign code, whose answers are looked at before they are believed: each raises StoreTrouble -----------------
 

@@ -178,6 +178,10 @@ class Worker:
     def deliver(self, deliver: Callable[[Event], None]) -> None:
         self._ledger.deliver = deliver
 
+    def remote(self) -> None:
+        """None: it is part of this process, and ends with it."""
+        return
+
     def on_first_layer(self, wake: Callable[[], None]) -> None:
         """Have `wake` called when the first layers of a load have arrived: somebody may begin with them."""
         self._ledger.on_first_layer = wake

@@ -58,7 +58,7 @@ from headwater.transfer.ranks.alarms import Alarms
 from headwater.transfer.ranks.assignment import Assignment
 from headwater.transfer.ranks.group_job import End, GroupJob
 from headwater.transfer.ranks.group_result import GroupResult
-from headwater.transfer.ranks.members import Member, RemoteExecutor, check_members
+from headwater.transfer.ranks.members import Member, check_members
 from headwater.transfer.ranks.roster import RankReport, RankState, Roster
 
 log: Final = logging.getLogger("headwater")
@@ -112,10 +112,11 @@ class Ranks:
         self._thread.start()
         for at, member in enumerate(members):
             member.executor.deliver = partial(self._heard, at)
-            if isinstance(member.executor, RemoteExecutor):
-                member.executor.on_death = partial(self._died, member.rank)
-                if member.executor.death is not None:  # before it could be told
-                    self._died(member.rank, member.executor.death)
+            remote = member.executor.remote()
+            if remote is not None:
+                remote.on_death = partial(self._died, member.rank)
+                if remote.death is not None:  # before it could be told
+                    self._died(member.rank, remote.death)
 
     @property
     def deliver(self) -> Callable[[Event], None] | None:
@@ -129,9 +130,7 @@ class Ranks:
     def on_first_layer(self, wake: Callable[[], None]) -> None:
         """Have `wake` called when the first layers of a load have arrived at a rank of this process."""
         for member in self._members:
-            tell: Callable[[Callable[[], None]], None] | None = getattr(member.executor, "on_first_layer", None)
-            if tell is not None:
-                tell(wake)
+            member.executor.on_first_layer(wake)
 
     def reports(self) -> tuple[RankReport, ...]:
         """How each rank has done so far: who is slow, who fails, who is gone."""
@@ -385,8 +384,8 @@ class Ranks:
         killed = []
         for at in sorted(job.waiting):
             self._roster.change(self._members[at].rank, RankState.SILENT, why)
-            executor = self._members[at].executor
-            killed.append(isinstance(executor, RemoteExecutor) and executor.kill())
+            remote = self._members[at].executor.remote()
+            killed.append(remote is not None and remote.kill())
         if all(killed) and not job.killed:
             job.killed = True
             self._alarms.set(job, self._clock.monotonic() + self._lost_after_s)

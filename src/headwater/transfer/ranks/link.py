@@ -18,13 +18,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from headwater.core.errors import InvalidInput, RankUnavailable, ResourceClosed
 from headwater.core.events import Event, Instruction, decode, encode
-from headwater.layout.shard import Shard
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.ranks.members import Member, Page
+from headwater.storage.base import SYSTEM_CLOCK, Deadline
+from headwater.transfer.ranks.members import Page
 from headwater.transfer.ranks.wire import Incoming, packed
 
 log: Final = logging.getLogger("headwater")
@@ -234,6 +233,13 @@ class LinkExecutor:
         """False: which layers are there is known in the rank's own process, to whoever computes with them there."""
         return False
 
+    def on_first_layer(self, wake: Callable[[], None]) -> None:
+        """Never called: that is heard in the rank's own process, as in `wait_layer`."""
+
+    def remote(self) -> Self:
+        """Itself."""
+        return self
+
     def revive(self, store: str) -> bool:
         """Put a store right on this member. Blocks."""
         return self._link.ask({"revive": store, "member": self._at}, _REVIVE_S) is True
@@ -252,15 +258,16 @@ def connect_link(
     identity: bytes,
     timeout_s: float = 10.0,
     may_kill: bool = False,
-    clock: Clock = SYSTEM_CLOCK,
 ) -> RankLink:
     """The link to a rank in another process, which runs `serve_rank` at the other end of the socket. Blocks.
+
+    Its `executors` are those of the rank's members, in the order of `pages`.
 
     `pages` and `identity` are what it must serve: another rank's pages would be right bytes in the wrong place. Raises
     RankUnavailable if it does not answer in time or is another than wanted; the socket is closed then.
     """
     link = RankLink(sock, rank=rank, pid=pid, num_members=len(pages), may_kill=may_kill)
-    before_s = clock.monotonic()
+    before_s = SYSTEM_CLOCK.monotonic()
     found = link.ask({"hello": True}, timeout_s)
     try:
         if found is None:
@@ -268,20 +275,9 @@ def connect_link(
             raise RankUnavailable(f"rank {rank}, process {pid}: {why}")
         if [tuple(page) for page in found["pages"]] != list(pages) or found["identity"] != identity.hex():
             raise RankUnavailable(f"process {pid} serves {found}, not rank {rank}'s {list(pages)} of {identity.hex()}")
-        if not before_s <= found["now_s"] <= clock.monotonic():
+        if not before_s <= found["now_s"] <= SYSTEM_CLOCK.monotonic():
             raise RankUnavailable(f"process {pid} has another clock: its deadlines would not be ours")
     except BaseException:
         link.abandon()
         raise
     return link
-
-
-def connect_rank(
-    sock: socket.socket, *, rank: int, pid: int, pages: Sequence[Page], identity: bytes, **options: Any
-) -> list[Member]:
-    """The members of a rank in another process: see `connect_link`, which takes the `options` too."""
-    link = connect_link(sock, rank=rank, pid=pid, pages=pages, identity=identity, **options)
-    return [
-        Member(rank, Shard(index, count_), part, executor)
-        for (index, count_, part), executor in zip(pages, link.executors, strict=True)
-    ]

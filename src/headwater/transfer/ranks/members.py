@@ -6,7 +6,7 @@ does with its members (`ranks.py`).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Event, Instruction
@@ -42,6 +42,14 @@ class MemberExecutor(JobExecutor, Protocol):
         """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or over, or unknown."""
         ...
 
+    def on_first_layer(self, wake: Callable[[], None], /) -> None:
+        """Have `wake` called when the first layers of a load have arrived, if that is heard of in this process."""
+        ...
+
+    def remote(self) -> "RemoteExecutor | None":
+        """Itself, if it may end while we live; None: it is part of this process."""
+        ...
+
     def revive(self, store: str, /) -> bool:
         """Put a store right that was switched off. Blocks."""
         ...
@@ -51,7 +59,6 @@ class MemberExecutor(JobExecutor, Protocol):
         ...
 
 
-@runtime_checkable
 class RemoteExecutor(Protocol):
     """An executor that may end while we live: one in another process. Dead, it touches nothing any more."""
 

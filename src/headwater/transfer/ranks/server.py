@@ -15,7 +15,7 @@ from typing import Any, Final
 from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.core.events import Event, Instruction, Job, JobFailed, decode, encode
 from headwater.core.results import Reason
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
+from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.wire import Incoming, packed
 
@@ -30,14 +30,13 @@ def serve_rank(
     *,
     identity: bytes,
     counted: Callable[[], Mapping[str, float]] = dict,
-    clock: Clock = SYSTEM_CLOCK,
 ) -> bool:
     """Do what the group says with the members of one rank, until it says close or is gone. Blocks. Closes the members.
 
-    The clock must be the group's: that of the machine. `counted` says by how much which counters grew since it was last
-    asked; the group hears that. False: a member did not end, and may still be at work.
+    Deadlines are on the machine's clock, as the group's are. `counted` says by how much which counters grew since it
+    was last asked; the group hears that. False: a member did not end, and may still be at work.
     """
-    return _RankServer(sock, members, identity, counted, clock).run()
+    return _RankServer(sock, members, identity, counted).run()
 
 
 class _RankServer:
@@ -47,13 +46,11 @@ class _RankServer:
         members: Sequence[Member],
         identity: bytes,
         counted: Callable[[], Mapping[str, float]],
-        clock: Clock,
     ) -> None:
         self._sock = sock
         self._members = tuple(members)
         self._identity = identity
         self._counted = counted
-        self._clock = clock
         self._sending = threading.Lock()
         for at, member in enumerate(self._members):
             member.executor.deliver = partial(self._say, at)
@@ -79,7 +76,7 @@ class _RankServer:
                 self._do(self._member(document), document["do"])
             elif "hello" in document:
                 pages = [member.page for member in self._members]
-                me = {"pages": pages, "identity": self._identity.hex(), "now_s": self._clock.monotonic()}
+                me = {"pages": pages, "identity": self._identity.hex(), "now_s": SYSTEM_CLOCK.monotonic()}
                 self._answer(document["ask"], me)
             elif "revive" in document:
                 # In a thread: it may take seconds, and jobs go on meanwhile.
@@ -103,7 +100,7 @@ class _RankServer:
         except HeadwaterError as error:  # with nothing taken: each job of it ends here
             for one in wanted:
                 if isinstance(one, Job):
-                    now_s, why = self._clock.monotonic(), f"{type(error).__name__}: {error}"
+                    now_s, why = SYSTEM_CLOCK.monotonic(), f"{type(error).__name__}: {error}"
                     self._say(at, JobFailed(now_s=now_s, job=one.job, failure=Reason.FAILED, why=why))
 
     def _revive(self, at: int, store: str, ask: int) -> None:
