@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core import events as ev
-from headwater.testing.brain_world import ROOTS, Errand, World, WorldRequest
-from headwater.testing.index_machine import path_keys
+from machines.brain_world import ROOTS, Errand, World, WorldRequest
+from machines.index_machine import path_keys
 
 BLOCK_BYTES = 10
 BLOCK_TOKENS = 4

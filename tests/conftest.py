@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 pytest.register_assert_rewrite("headwater.testing.stores")  # what it found there is said
 
 from headwater.metrics import Metrics  # noqa: E402
-from headwater.testing.processes import Helper  # noqa: E402
+from machines.processes import Helper  # noqa: E402
 
 # One thread for torch, here and in every process that a test starts: sums are split among threads, so another number of
 # them is other bits, and tests compare bits. More would only wait for each other on tiny tensors. Said before torch is

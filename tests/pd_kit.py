@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headwater.build import Running, open_engine, open_local
-from headwater.config import LocalStoreConfig, ServeConfig
+from headwater.config.serve import ServeConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.role import Role
 from headwater.disagg.protocol import Ticket
 from headwater.engine.models.base import Model

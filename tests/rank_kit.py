@@ -7,6 +7,7 @@ from typing import Any, Self
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -23,9 +24,9 @@ from headwater.core.results import Status
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Store
-from headwater.testing.ranks import RankDevices, small_layouts, thread_rank, whole_block
 from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.members import Member
+from machines.ranks import RankDevices, small_layouts, thread_rank, whole_block
 from worker_kit import PATIENCE_S, TENANT, Ear, key, keys
 
 StoresOf = Callable[[int], Mapping[str, Store]]
@@ -81,6 +82,10 @@ class Jobs:
     ) -> int:
         facts = {"slots": tuple(slots), "parent": key(chain, start - 1), "depth": start, "tenant": TENANT}
         return self.job(Save, keys(chain, len(slots), start), within_s, store, **facts)
+
+    def demote(self, num: int, target: str, *, start: int = 0, after: int = 0, within_s: float = PATIENCE_S) -> int:
+        facts = {"target": target, "parent": key(1, start - 1), "after": after}
+        return self.job(Demote, keys(1, num, start), within_s, "host", **facts)
 
     def promote(self, num: int, target: str, *, chain: int = 1, store: str = "host") -> int:
         return self.job(Promote, keys(chain, num), PATIENCE_S, store, target=target)

@@ -16,7 +16,7 @@ import pytest
 
 from fleet_kit import KEY, Signed, signature
 from headwater.build import Running, open_engine
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.disagg.node_auth import node_called
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model

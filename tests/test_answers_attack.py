@@ -10,9 +10,10 @@ from headwater.engine.engine import Engine
 from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Output, Request, Sampling, TokenLogprob, Usage
 from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Answer, Transcript, Unread
+from headwater.serve.answer import Answer, Unread
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import TokenNames
+from headwater.serve.transcript import Transcript
 from serve_kit import WAIT_S, Served, directory, model, served, serving
 from test_answers import CHAT, COMPLETIONS, HI, events
 

@@ -12,9 +12,9 @@ import torch
 from headwater.build import open_host_pages
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.gqa import gqa_layout
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KEY, DType, KVLayout, Plane
 from headwater.metrics import Metrics
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.device.cuda import pin
 

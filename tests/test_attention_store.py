@@ -16,7 +16,10 @@ import torch
 
 from headwater.attention_store import AttentionStore
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, ResidencyConfig, WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.residency import ResidencyConfig
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
@@ -26,7 +29,6 @@ from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -34,15 +36,15 @@ from headwater.residency.base import Holder
 from headwater.residency.memory import MemoryResidency
 from headwater.residency.publisher import Publisher
 from headwater.storage.base import Deadline, Store
-from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
-from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.sliced import Reached, Why
 from headwater.transfer.executor.staging import TorchStaging
 from test_redis import Server
 from worker_kit import LAYOUT, PATIENCE_S, wait_until
@@ -73,17 +75,14 @@ class Ear:
 class Rig:
     """An attention store on a device in numpy."""
 
-    def __init__(
-        self, store: Store, *, num_pages: int = 32, calls: dict[str, Any] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, store: Store, *, num_pages: int = 32, **options: Any) -> None:
         self.store = store
         self.ear = Ear()
         self.metrics = Metrics()
         self.staging = BytesStaging(LAYOUT, num_slots=64, num_pages=num_pages, seed=5)
         self.original = self.staging.device.copy()
-        self.calls = Calls(store, metrics=self.metrics, clock=options.get("clock", time), **(calls or {}))
         self.attention = AttentionStore(
-            self.calls,
+            store,
             self.staging,
             **{
                 "identity": identity(),
@@ -101,8 +100,8 @@ class Rig:
     def finish(self) -> None:
         if isinstance(self.store, HangingStore):
             self.store.release()
-        assert self.attention.close()
-        assert self.calls.close(PATIENCE_S)
+        assert self.attention.close(PATIENCE_S)
+        assert self.attention.num_held_pages == 0
         self.store.close()
 
 
@@ -215,13 +214,12 @@ def test_ranks_have_pages_of_their_own(rig: Callable[..., Rig]) -> None:
     layout = sample_layouts()["gqa-int8"]
     tokens = list(range(3 * layout.block_tokens))
     with MemoryStore(8 << 20) as store:
-        calls = Calls(store)
         ranks = []
         for rank in range(2):
             (part,) = parts(layout, rank, 2)
             staging = BytesStaging(part.layout, num_slots=8, num_pages=8, seed=rank)
             options = {"layout": part.layout, "shard": part.shard, "part": part_number(part, layout)}
-            ranks.append((staging, AttentionStore(calls, staging, identity=identity(layout), **options)))  # type: ignore[arg-type]
+            ranks.append((staging, AttentionStore(store, staging, identity=identity(layout), **options)))  # type: ignore[arg-type]
         assert ranks[0][1].write(tokens, [0, 1, 2]).why is Why.WHOLE
         assert ranks[1][1].match(tokens).num_blocks == 0
         assert ranks[1][1].write(tokens, [0, 1, 2]).why is Why.WHOLE
@@ -231,8 +229,6 @@ def test_ranks_have_pages_of_their_own(rig: Callable[..., Rig]) -> None:
             assert [staging.block(3 + at) for at in range(3)] == [staging.block(at) for at in range(3)]
             assert attention.close()
         assert ranks[0][0].block(3) != ranks[1][0].block(3)
-        assert calls.contains([], deadline=Deadline.after(1.0)).wait() == []  # shared: still open
-        assert calls.close()
 
 
 @pytest.mark.parametrize(
@@ -383,7 +379,7 @@ def test_a_store_that_hangs_costs_each_call_its_deadline(rig: Callable[..., Rig]
         assert time.monotonic() <= until_s
     assert one.equal(range(64), range(64))
     hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
+    wait_until(lambda: one.attention.num_held_pages == 0)
     assert one.equal(range(64), range(64))  # late bytes reach no slot
 
 
@@ -392,7 +388,7 @@ def test_a_dead_store_costs_a_request_one_probe_and_then_all_is_well(
 ) -> None:
     clock = FakeClock()
     hanging = HangingStore(MemoryStore(8 << 20, clock=clock))
-    one = rig(hanging, clock=clock, calls={"breaker_failures": 3, "breaker_pause_s": 1.0})
+    one = rig(hanging, clock=clock, breaker_failures=3, breaker_pause_s=1.0)
 
     def request() -> list[tuple[int, Why]]:
         found = [
@@ -433,7 +429,8 @@ def test_a_real_server_that_stops_and_goes_on(rig: Callable[..., Rig], tmp_path:
             RedisStore(server.url),
             config=WriteConfig(slice_blocks=3, slice_timeout_s=0.3, total_timeout_s=5.0),
             match_timeout_s=0.2,
-            calls={"breaker_pause_s": 0.2, "breaker_max_pause_s": 0.2},
+            breaker_pause_s=0.2,
+            breaker_max_pause_s=0.2,
         )
         assert one.attention.write(TOKENS, range(10)) == Reached(10, Why.WHOLE)
         assert one.attention.read(TOKENS, range(32, 42)) == Reached(10, Why.WHOLE)
@@ -559,7 +556,8 @@ def test_the_environment_is_read_once_at_start(monkeypatch: pytest.MonkeyPatch) 
 def test_a_salt_is_a_tenant_s(rig: Callable[..., Rig]) -> None:
     """A store made for a tenant, and one told the tenant with each call, are one."""
     one = rig()
-    salted = AttentionStore(one.calls, one.staging, identity=replace(identity(), salt=b"t"), layout=LAYOUT)
+    salted = AttentionStore(one.store, one.staging, identity=replace(identity(), salt=b"t"), layout=LAYOUT)
     assert salted.write(TOKENS, range(3)).why is Why.WHOLE
     assert one.attention.match(TOKENS, salt=b"t").num_blocks == 3
     assert salted.match(TOKENS, salt=b"").num_blocks == 0
+    assert salted.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.keys import block_keys
 from headwater.core.page import PageName

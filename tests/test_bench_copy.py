@@ -14,8 +14,8 @@ from headwater.lab.bench.copy_course import CopyCourse, CopyRows, cut_frames, fi
 from headwater.lab.bench.copy_gemm import Gemm
 from headwater.lab.bench.copy_paths import Limit
 from headwater.layout.frame import frame_bytes
-from headwater.layout.samples import sample_layouts
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
 from headwater.transfer.device.copy_queue import Transfer

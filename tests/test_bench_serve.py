@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headwater.cli import app
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.models.base import Model
 from headwater.lab.bench import serve

@@ -11,16 +11,16 @@ from hypothesis.stateful import run_state_machine_as_test
 from brain_kit import ask, fill_store, finish, jobs, live, run, statuses, the, tier, tokens, told, total, world
 from headwater.cache.match import BlockStatus, Match, MatchPart
 from headwater.cache.state import Brain
-from headwater.config import SaveWhen
+from headwater.config.cache import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.index.slots import SlotState
-from headwater.testing.brain_machine import BrainMachine
-from headwater.testing.brain_world import ROOTS, World
-from headwater.testing.index_machine import path_keys
+from machines.brain_machine import BrainMachine
+from machines.brain_world import ROOTS, World
+from machines.index_machine import path_keys
 
 
 def test_anything_may_happen_to_a_brain() -> None:

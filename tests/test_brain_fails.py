@@ -20,7 +20,7 @@ from headwater.cache.executor import NoExecutor
 from headwater.cache.match import BlockStatus
 from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
@@ -30,11 +30,11 @@ from headwater.engine.models.base import Computed, Span
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.lab.campaigns.simulation import Simulation
+from headwater.lab.campaigns.virtual import ROOT, SimulatedEngine, VirtualExecutor, path_keys
 from headwater.metrics import Metrics
 from headwater.policy import policy_by_name
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
-from headwater.testing.virtual import ROOT, SimulatedEngine, VirtualExecutor, path_keys
 from headwater.transfer.device.arena import DeviceCache
 from test_connector import WAIT_S, WISHES, Client, Rig, Tape, Wish, rig
 from test_vllm_sides import engine_of, prompts, run

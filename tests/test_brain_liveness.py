@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput

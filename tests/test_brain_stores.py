@@ -20,12 +20,12 @@ from brain_kit import (
     total,
     world,
 )
-from headwater.config import SaveWhen
+from headwater.config.cache import SaveWhen
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.results import MISS_REASONS, Reason, Status
-from headwater.testing.brain_world import ROOTS, TENANTS, World
-from headwater.testing.index_machine import path_keys
+from machines.brain_world import ROOTS, TENANTS, World
+from machines.index_machine import path_keys
 
 
 def saved(world: World, store: str = "host") -> list[tuple[int, int]]:
@@ -34,6 +34,15 @@ def saved(world: World, store: str = "host") -> list[tuple[int, int]]:
         (errand.order.depth, len(errand.order.keys))
         for errand in jobs(world, ev.Save, store=store)
         if isinstance(errand.order, ev.Save)
+    ]
+
+
+def demoted(world: World, target: str = "disk") -> list[tuple[str, int, int]]:
+    """The demotions under way to a store: where from, depth of the first block, and how many."""
+    return [
+        (errand.order.store, errand.start, len(errand.order.keys))
+        for errand in jobs(world, ev.Demote)
+        if isinstance(errand.order, ev.Demote) and errand.order.target == target
     ]
 
 
@@ -395,7 +404,8 @@ def test_what_was_loaded_is_not_saved_where_it_came_from_but_elsewhere() -> None
     finish(here, ev.Load)
     assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2)], [], [])
     here.fill(guest, 1)
-    assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2), (2, 1)], [(2, 1)], [])
+    assert (saved(here, "host"), saved(here, "disk"), saved(here, "pool")) == ([(0, 2), (2, 1)], [], [])
+    assert (demoted(here, "disk"), demoted(here, "pool")) == ([("host", 2, 1)], [])
     here.close()
 
 

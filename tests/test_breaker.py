@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headwater.cache.accounts import Accounts
 from headwater.cache.placement import BytePace, ComputeCost, TierState, load_pays
 from headwater.cache.records import JobKind
-from headwater.config import TierConfig
+from headwater.config.cache import TierConfig
 from headwater.core.breaker import MAX_PAUSE_S, Breaker, BreakerState
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from headwater.lab.campaigns.simulation import Simulation
-from headwater.testing.cache_machine import TieredCacheMachine
+from machines.cache_machine import TieredCacheMachine
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
 from headwater.core.errors import InvalidConfig
 
 SIZES: dict[str, Any] = {"num_slots": 4, "block_tokens": 16, "block_bytes": 100}

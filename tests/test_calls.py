@@ -1,5 +1,9 @@
-"""Every call of a store is answered by its deadline, whatever the store does; its memory comes back exactly once."""
+"""Every job of a store ends by its deadline, whatever the store does; its pages come back; a breaker stands before it.
 
+The executor as whoever has no brain uses it: through a `Caller`.
+"""
+
+import queue
 import threading
 import time
 from collections import Counter
@@ -10,77 +14,143 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.results import Status
+from headwater.core.errors import InvalidInput
+from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.results import Reason
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.metrics import Metrics
-from headwater.storage.base import Deadline, Store
-from headwater.storage.bounded import BoundedStore
-from headwater.storage.calls import Calls
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.pending import CallEnd, Pending
 from headwater.testing.clock import FakeClock
-from headwater.testing.pages import items, sample_chain, sample_page
-from headwater.testing.stores import StoreTests, past, soon
-from worker_kit import OddStore, wait_until
+from headwater.testing.device import BytesStaging
+from headwater.testing.pages import IDENTITY
+from headwater.transfer.executor.caller import Caller, End
+from headwater.transfer.executor.worker import Worker
+from worker_kit import LAYOUT, PATIENCE_S, TENANT, OddStore, key, keys, wait_until
 
 SLACK_S = 0.5  # what the issue grants a call beyond its deadline
-PAGES = sample_chain(1, 4)
-NAMES = [page.name for page in PAGES]
+BEGUN_S = 1.0  # within which a job has begun, also where its thread waits for a core
+NUM = 4
+
+
+class Pending:
+    """A job that was submitted, or refused."""
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[End] = queue.Queue()
+        self._end: End | None = None
+
+    @property
+    def end(self) -> End:
+        """How it ended; waits for that."""
+        if self._end is None:
+            self._end = self.heard.get(timeout=4 * PATIENCE_S)
+        assert self.heard.empty(), "it ended twice"
+        return self._end
+
+    @property
+    def results(self) -> list[str]:
+        assert isinstance(self.end, JobDone), self.end
+        return list(self.end.results)
+
+    @property
+    def failure(self) -> Reason:
+        assert isinstance(self.end, JobFailed), self.end
+        return self.end.failure
 
 
 class Bench:
-    """Calls on a HangingStore, and who counts what was handed back."""
+    """An executor on a store, and who calls it: blocks from slots 0 to 3, into slots 8 to 11."""
 
-    def __init__(self, **options: Any) -> None:
-        self.hanging = HangingStore(MemoryStore(4 << 20))
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        breaker: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.hanging = HangingStore(MemoryStore(4 << 20, clock=clock)) if store is None else None
+        self.store = store if store is not None else self.hanging
+        assert self.store is not None
+        self.clock = clock
         self.metrics = Metrics()
-        self.calls = Calls(self.hanging, **{"metrics": self.metrics, **options})
-        self.returned: Counter[int] = Counter()
-        self.num_handed = 0
-        self._lock = threading.Lock()
-
-    def hand(self) -> Callable[[], None]:
-        with self._lock:
-            number, self.num_handed = self.num_handed, self.num_handed + 1
-        return lambda: self.came_back(number)
-
-    def came_back(self, number: int) -> None:
-        with self._lock:
-            self.returned[number] += 1
-
-    def put(self, deadline: Deadline | None = None, pages: Any = PAGES) -> Pending[Status]:
-        return self.calls.put(items(pages), deadline=deadline or soon(), on_return=self.hand())
-
-    def get(self, deadline: Deadline | None = None) -> tuple[Pending[Status], list[memoryview]]:
-        buffers = [page.buffer() for page in PAGES]
-        call = self.calls.get_into(
-            list(zip(NAMES, buffers, strict=True)), deadline=deadline or soon(), on_return=self.hand()
+        self.staging = BytesStaging(LAYOUT, num_slots=16, num_pages=64, seed=3)
+        self.original = self.staging.device.copy()
+        threads = {"threads_per_store": 4, "max_extra_threads": 4, "grace_s": 0.1, **options}
+        self.worker = Worker(
+            {"pool": self.store},
+            self.staging,
+            layout=LAYOUT,
+            identity=IDENTITY,
+            block_tokens=LAYOUT.block_tokens,
+            clock=clock,
+            metrics=self.metrics,
+            **threads,
         )
-        return call, buffers
+        self.caller = Caller(
+            self.worker, ["pool"], identity=IDENTITY, clock=clock, metrics=self.metrics, **(breaker or {})
+        )
+        self.worker.deliver = self.caller.deliver
+
+    def put(self, within_s: float = PATIENCE_S, *, chain: int = 1, start: int = 0, num: int = NUM) -> Pending:
+        facts = {"slots": tuple(range(num)), "parent": key(chain, start - 1), "depth": start, "tenant": TENANT}
+        return self.submit(Save, within_s, keys(chain, num, start), **facts)
+
+    def get(self, within_s: float = PATIENCE_S, *, chain: int = 1, at: int = 8) -> Pending:
+        return self.submit(Load, within_s, keys(chain, NUM), slots=tuple(range(at, at + NUM)))
+
+    def contains(self, within_s: float = PATIENCE_S, *, num: int = NUM, chain: int = 1) -> Pending:
+        return self.submit(Probe, within_s, keys(chain, num))
+
+    def submit(self, kind: type[Job], within_s: float, wanted: Any, **facts: Any) -> Pending:
+        pending = Pending()
+        deadline_s = self.clock.monotonic() + within_s
+        order = kind(job=self.caller.number(), store="pool", keys=wanted, deadline_s=deadline_s, **facts)
+        refused = self.caller.submit(order, pending.heard.put)
+        if refused is not None:
+            pending.heard.put(refused)
+        return pending
 
     def fail(self, times: int = 1) -> None:
         """Have the store raise so often."""
+        assert self.hanging is not None
         self.hanging.dead = True
         for _ in range(times):
-            assert self.put().wait() == [Status.FAILED] * 4
+            assert self.put().failure is Reason.FAILED
         self.hanging.dead = False
 
+    @property
+    def left_alone(self) -> bool:
+        return self.metrics.value("breaker_state", tier="pool") == 2
+
+    @property
+    def num_stuck(self) -> float:
+        return self.metrics.value("stuck_calls")
+
+    def untouched(self) -> bool:
+        return bool((self.staging.device == self.original).all())
+
     def finish(self) -> None:
-        self.hanging.release()
-        assert self.calls.close(20.0)
-        assert self.returned == Counter(range(self.num_handed)), "memory came back twice, or never"
-        assert self.hanging.spoiled == []
-        assert self.calls.num_stuck == 0
-        self.hanging.close()
+        if self.hanging is not None:
+            self.hanging.release()
+        if isinstance(self.store, OddStore):
+            self.store.open()
+        assert self.worker.close(20.0)
+        assert self.worker.num_held_pages == 0, "pages did not come back"
+        if self.hanging is not None:
+            assert self.hanging.spoiled == []
+        assert self.num_stuck == 0
+        assert self.store is not None
+        self.store.close()
 
 
 @pytest.fixture
 def bench() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(**options: Any) -> Bench:
-        made.append(Bench(**options))
+    def make(store: Store | None = None, **options: Any) -> Bench:
+        made.append(Bench(store, **options))
         return made[-1]
 
     yield make
@@ -88,7 +158,9 @@ def bench() -> Iterator[Callable[..., Bench]]:
         one.finish()
 
 
-BEGUN_S = 1.0  # within which a call has begun, also where its thread waits for a core
+def hanging_of(one: Bench) -> HangingStore:
+    assert one.hanging is not None
+    return one.hanging
 
 
 def taking(clock: FakeClock, seconds: float) -> Callable[[list[Any]], list[Any]]:
@@ -101,40 +173,24 @@ def taking(clock: FakeClock, seconds: float) -> Callable[[list[Any]], list[Any]]
     return answer
 
 
-class TestBoundedStore(StoreTests):
-    """As a plain store it keeps all rules of stores."""
-
-    @pytest.fixture
-    def store(self) -> Iterator[Store]:
-        with MemoryStore(4 << 20) as inner:
-            calls = Calls(inner)
-            yield BoundedStore(calls)
-            assert calls.close()
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_the_store_s(bench: Callable[..., Bench]) -> None:
     one = bench()
-    assert one.put().wait() == [Status.STORED] * 4
-    assert one.returned == Counter([0])  # before the answer is heard
-    call, buffers = one.get()
-    assert call.wait() == [Status.HIT] * 4
-    assert (call.end, call.why) == (CallEnd.ANSWERED, "")
-    assert buffers == [page.frame for page in PAGES]
-    assert one.calls.contains([*NAMES, sample_page(9).name], deadline=soon()).wait() == [True] * 4 + [False]
-    assert one.calls.delete([NAMES[3]], deadline=soon()).wait() == [Status.REMOVED]
-    assert call.wait() == [Status.HIT] * 4  # asking twice is fine
+    assert one.put().results == ["stored"] * NUM
+    assert one.worker.num_held_pages == 0  # before the end is heard
+    assert one.put().results == ["exists"] * NUM
+    assert one.get().results == ["hit"] * NUM
+    assert [one.staging.block(8 + at) for at in range(NUM)] == [bytes(one.original[at]) for at in range(NUM)]
+    assert one.contains(num=NUM + 1).results == ["held"] * NUM + ["absent"]
 
 
-def test_nothing_asked_and_nothing_left(bench: Callable[..., Bench]) -> None:
+def test_nothing_left(bench: Callable[..., Bench]) -> None:
     one = bench()
-    assert one.put(pages=[]).wait() == []
-    assert one.put(past()).wait() == [Status.LATE] * 4
-    assert one.calls.contains(NAMES, deadline=past()).wait() == [False] * 4
-    assert one.hanging.num_asked() == 0
-    assert one.calls.ready
+    assert one.put(-1.0).failure is Reason.LATE
+    assert one.contains(-1.0).failure is Reason.LATE
+    assert hanging_of(one).num_asked() == 0
 
 
 @pytest.mark.parametrize(
@@ -142,172 +198,155 @@ def test_nothing_asked_and_nothing_left(bench: Callable[..., Bench]) -> None:
     [
         (lambda odd: odd.raises.update(put=RuntimeError("no")), "pool raised RuntimeError: no"),
         (lambda odd: odd.raises.update(put=SystemExit(3)), "pool raised SystemExit: 3"),
-        (lambda odd: odd.answers.update(put=lambda found: found[:-1]), "pool gave no Status for each of its pages"),
-        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "gave no Status for each"),
+        (lambda odd: odd.answers.update(put=lambda found: found[:-1]), "pool gave 3 answers for 4 pages"),
+        (lambda odd: odd.answers.update(put=lambda found: ["stored"] * 4), "pool gave an answer that is no answer"),
         (lambda odd: odd.answers.update(put=lambda found: None), "pool raised TypeError"),
     ],
 )
-def test_what_is_no_answer_is_a_failure(spoil: Callable[[OddStore], None], why: str) -> None:
+def test_what_is_no_answer_is_a_failure(
+    bench: Callable[..., Bench], spoil: Callable[[OddStore], None], why: str
+) -> None:
     odd = OddStore()
     spoil(odd)
-    calls = Calls(odd)
-    returned: list[int] = []
-    for number in range(3):
-        call = calls.put(items(PAGES), deadline=soon(), on_return=lambda number=number: returned.append(number))  # type: ignore[misc]
-        assert call.wait() == [Status.FAILED] * 4
-        assert call.end is CallEnd.RAISED
-        assert why in call.why
-    assert returned == [0, 1, 2]
-    assert not calls.ready
-    assert calls.close()
-    odd.close()
+    one = bench(odd)
+    for chain in (1, 2, 3):
+        end = one.put(chain=chain).end
+        assert isinstance(end, JobFailed)
+        assert end.failure is Reason.FAILED
+        assert why in end.why
+        assert one.worker.num_held_pages == 0
+    assert one.left_alone
+    assert one.put().failure is Reason.DOWN
 
 
-def test_a_listener_that_raises_spoils_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with MemoryStore(4 << 20) as store:
-        calls = Calls(store)
+def test_a_listener_that_raises_spoils_nothing(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    one = bench()
 
-        def raises() -> None:
-            raise RuntimeError("mine")
+    def raises(_: End) -> None:
+        raise RuntimeError("mine")
 
-        assert calls.put(items(PAGES), deadline=soon(), on_return=raises).wait() == [Status.STORED] * 4
-        assert calls.contains(NAMES, deadline=soon()).wait() == [True] * 4
-        assert calls.close()
-    assert "was told to do when a call returned failed" in caplog.text
+    order = Probe(job=one.caller.number(), store="pool", keys=keys(1, 1), deadline_s=time.monotonic() + PATIENCE_S)
+    assert one.caller.submit(order, raises) is None
+    assert one.put().results == ["stored"] * NUM
+    assert "nobody heard" in caplog.text
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_threads": 0}, {"max_extra_threads": -1}, {"breaker_failures": 0}, {"grace_s": float("nan")}],
+    [{"breaker_failures": 0}, {"breaker_pause_s": float("nan")}, {"breaker_pause_s": -1.0}],
 )
-def test_options_that_cannot_work(options: dict[str, Any]) -> None:
+def test_options_that_cannot_work(bench: Callable[..., Bench], options: dict[str, Any]) -> None:
+    one = bench()
     with pytest.raises(InvalidInput, match=next(iter(options))):
-        Calls(MemoryStore(1 << 20), **options)
+        Caller(one.worker, ["pool"], identity=IDENTITY, **options)
+    with pytest.raises(InvalidInput, match="tape"):
+        one.caller.submit(Probe(job=1, store="tape", keys=(), deadline_s=0.0), lambda _: None)
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
 
 
 def test_every_call_ends_by_its_deadline_while_the_store_blocks(bench: Callable[..., Bench]) -> None:
-    one = bench(breaker_failures=100)
-    one.put().wait()
-    one.hanging.hang()
-    deadline = Deadline.after(0.2)
-    put, (get, buffers) = one.put(deadline), one.get(deadline)
-    contains = one.calls.contains(NAMES, deadline=deadline)
-    delete = one.calls.delete([sample_page(9).name], deadline=deadline)
-    one.hanging.wait_inside(4)
-    assert put.wait() == [Status.LATE] * 4
-    assert get.wait() == [Status.LATE] * 4
-    assert contains.wait() == [False] * 4
-    assert delete.wait() == [Status.LATE]
-    assert time.monotonic() <= deadline.at_s + SLACK_S
-    assert {call.end for call in (put, get)} == {CallEnd.LATE}
-    assert one.calls.num_stuck == 4
-    assert one.returned == Counter([0])  # what the stuck calls hold is theirs
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
-    assert one.returned == Counter([0, 1, 2])
-    assert get.wait() == [Status.LATE] * 4  # not believed, although the bytes came
-    assert buffers == [page.frame for page in PAGES]
+    one = bench(breaker={"breaker_failures": 100})
+    assert one.put().results == ["stored"] * NUM
+    hanging_of(one).hang()
+    until_s = time.monotonic() + 0.2
+    put, get, contains = one.put(0.2, chain=2), one.get(0.2), one.contains(0.2)
+    hanging_of(one).wait_inside(3)
+    assert [pending.failure for pending in (put, get, contains)] == [Reason.LATE] * 3
+    assert time.monotonic() <= until_s + SLACK_S
+    assert one.num_stuck == 3
+    assert one.worker.num_held_pages == NUM  # what the stuck get holds is its own; the put hung before it had any
+    hanging_of(one).release()
+    wait_until(lambda: one.num_stuck == 0)
+    assert one.worker.num_held_pages == 0
+    assert one.untouched()  # not believed, although the bytes came
 
 
-def test_a_store_that_keeps_deadlines_says_what_it_did() -> None:
+def test_a_store_that_keeps_deadlines_says_what_it_did(bench: Callable[..., Bench]) -> None:
     """Pages done by the deadline count, although the answer comes a moment after it."""
     clock = FakeClock()
 
-    def half(found: list[Status]) -> list[Status]:
+    def half(found: list[Any]) -> list[Any]:
         clock.advance(1.05)
-        return [*found[:2], Status.LATE, Status.LATE]
+        return [*found[:2], type(found[0]).LATE, type(found[0]).LATE]
 
     odd = OddStore(MemoryStore(4 << 20, clock=clock))
     odd.answers["put"] = half
-    calls = Calls(odd, clock=clock)
-    call = calls.put(items(PAGES), deadline=Deadline.after(1.0, clock), on_return=lambda: None)
-    assert call.wait() == [Status.STORED, Status.STORED, Status.LATE, Status.LATE]
+    one = bench(odd, clock=clock)
+    assert one.put(1.0).results == ["stored", "stored", "late", "late"]
     odd.answers["put"] = taking(clock, 1.2)
-    call = calls.put(items(PAGES), deadline=Deadline.after(1.0, clock), on_return=lambda: None)
-    assert call.wait() == [Status.LATE] * 4
-    assert calls.close()
-    odd.close()
+    assert one.put(1.0, chain=2).results == ["late"] * NUM
 
 
-def test_a_call_that_finds_no_free_thread_is_late_and_never_made(bench: Callable[..., Bench]) -> None:
-    one = bench(num_threads=1, max_extra_threads=0, breaker_failures=100)
-    one.hanging.hang("put")
+def test_a_job_that_finds_no_free_thread_is_late_and_never_made(bench: Callable[..., Bench]) -> None:
+    one = bench(threads_per_store=1, max_extra_threads=0, breaker={"breaker_failures": 100})
+    hanging_of(one).hang("put")
     first = one.put()
-    one.hanging.wait_inside()
-    second = one.put(Deadline.after(0.05))
-    assert second.wait() == [Status.LATE] * 4
-    assert (second.end, second.why) == (CallEnd.LATE, "no thread was free")
-    assert one.returned == Counter([1])
-    assert one.hanging.num_asked("put") == 1
-    one.hanging.release()
-    assert first.wait() == [Status.STORED] * 4
-    assert one.calls.ready
+    hanging_of(one).wait_inside()
+    second = one.put(0.05, chain=2).end
+    assert isinstance(second, JobFailed)
+    assert (second.failure, second.why) == (Reason.LATE, "it had not begun by its deadline")
+    assert hanging_of(one).num_asked("put") == 1
+    hanging_of(one).release()
+    assert first.results == ["stored"] * NUM
+    assert not one.left_alone
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_stuck_threads_are_replaced_up_to_a_bound_and_then_calls_are_answered_at_once(
-    bench: Callable[..., Bench],
-) -> None:
-    one = bench(num_threads=2, max_extra_threads=1, breaker_failures=100)
-    one.hanging.hang("get_into")
+def test_stuck_threads_are_replaced_up_to_a_bound_and_then_nothing_is_made(bench: Callable[..., Bench]) -> None:
+    one = bench(threads_per_store=2, max_extra_threads=1, breaker={"breaker_failures": 100})
+    hanging_of(one).hang("get_into")
     for number in range(3):
-        call, _ = one.get(Deadline.after(BEGUN_S))
-        assert call.wait() == [Status.LATE] * 4
-        assert one.calls.num_stuck == number + 1
-    assert not one.calls.ready
-    refused = one.put()
-    assert (refused.wait(), refused.end) == ([Status.FAILED] * 4, CallEnd.NO_THREAD)
-    assert one.returned == Counter([3])
-    assert one.metrics.value("refused_calls_total", reason="no_thread") == 1
-    assert one.metrics.value("stuck_calls") == 3
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
+        assert one.get(BEGUN_S).failure is Reason.LATE
+        wait_until(lambda number=number: one.num_stuck == number + 1)  # type: ignore[misc]
+    asked = hanging_of(one).num_asked()
+    assert one.put(0.05).failure is Reason.LATE
+    assert hanging_of(one).num_asked() == asked
+    hanging_of(one).release()
+    wait_until(lambda: one.num_stuck == 0)
     wait_until(lambda: _num_threads() == 2)  # the surplus ends
-    assert one.put().wait() == [Status.STORED] * 4
+    assert one.put().results == ["stored"] * NUM
 
 
-def test_a_stuck_call_that_nobody_waits_for_is_replaced_too(bench: Callable[..., Bench]) -> None:
-    one = bench(num_threads=1, max_extra_threads=1, breaker_failures=100)
-    one.hanging.hang("get_into")
-    one.get(Deadline.after(BEGUN_S))
-    one.hanging.wait_inside()
-    wait_until(lambda: one.calls.ready and one.calls.num_stuck == 1)
-    assert one.put().wait() == [Status.STORED] * 4
+def test_a_stuck_job_that_nobody_waits_for_is_replaced_too(bench: Callable[..., Bench]) -> None:
+    one = bench(threads_per_store=1, max_extra_threads=1, breaker={"breaker_failures": 100})
+    hanging_of(one).hang("get_into")
+    one.get(BEGUN_S)
+    hanging_of(one).wait_inside()
+    wait_until(lambda: one.num_stuck == 1)
+    assert one.put().results == ["stored"] * NUM
 
 
 def test_reads_go_first_and_a_thread_is_kept_for_them(bench: Callable[..., Bench]) -> None:
-    one = bench(num_threads=2)
-    one.hanging.hang("put")
-    puts = [one.put() for _ in range(3)]
-    one.hanging.wait_inside()
-    assert one.calls.contains(NAMES, deadline=soon()).wait() == [False] * 4
-    assert one.hanging.num_asked("put") == 1
-    one.hanging.release()
-    assert [call.wait() for call in puts] == [[Status.STORED] * 4] + [[Status.EXISTS] * 4] * 2
+    one = bench(threads_per_store=2)
+    hanging_of(one).hang("put")
+    puts = [one.put(chain=chain) for chain in (1, 2, 3)]
+    hanging_of(one).wait_inside()
+    assert one.contains().results == ["absent"] * NUM
+    assert hanging_of(one).num_asked("put") == 1
+    hanging_of(one).release()
+    assert [pending.results for pending in puts] == [["stored"] * NUM] * 3
 
 
 def test_one_thread_serves_everything(bench: Callable[..., Bench]) -> None:
-    one = bench(num_threads=1, max_extra_threads=0)
-    calls = [one.put() for _ in range(5)]
-    assert [call.wait()[0] for call in calls] == [Status.STORED] + [Status.EXISTS] * 4
+    one = bench(threads_per_store=1, max_extra_threads=0)
+    puts = [one.put() for _ in range(5)]
+    assert [pending.results[0] for pending in puts] == ["stored"] + ["exists"] * 4
     assert _num_threads() == 1
 
 
 def test_many_callers_get_their_own_answers(bench: Callable[..., Bench]) -> None:
-    one = bench(num_threads=3)
+    one = bench(threads_per_store=3)
     wrong: list[int] = []
 
     def call(chain: int) -> None:
-        pages = sample_chain(chain, 3)
         for _ in range(20):
-            if one.calls.put(items(pages), deadline=soon(), on_return=one.hand()).wait()[0].held is False:
+            if one.put(chain=chain).results[0] not in ("stored", "exists"):
                 wrong.append(chain)
-            if one.calls.contains([page.name for page in pages], deadline=soon()).wait() != [True] * 3:
+            if one.contains(chain=chain).results != ["held"] * NUM:
                 wrong.append(chain)
 
     threads = [threading.Thread(target=call, args=(chain,)) for chain in range(2, 8)]
@@ -319,7 +358,7 @@ def test_many_callers_get_their_own_answers(bench: Callable[..., Bench]) -> None
 
 
 def _num_threads() -> int:
-    return sum(thread.name.startswith("headwater pool call") for thread in threading.enumerate())
+    return sum(thread.name.startswith("headwater pool") for thread in threading.enumerate())
 
 
 # --- the breaker ------------------------------------------------------------------------------------------------------
@@ -327,230 +366,220 @@ def _num_threads() -> int:
 
 def test_a_dead_store_costs_one_probe_and_is_used_again_when_it_is_back(bench: Callable[..., Bench]) -> None:
     clock = FakeClock()
-    one = bench(clock=clock, breaker_failures=3, breaker_pause_s=1.0)
-
-    def ask() -> list[bool]:
-        return one.calls.contains(NAMES, deadline=Deadline.after(1.0, clock)).wait()
-
-    def put() -> Pending[Status]:
-        return one.put(Deadline.after(1.0, clock))
-
-    def ready() -> bool:
-        return one.calls.ready
-
-    assert put().wait() == [Status.STORED] * 4
-    one.hanging.dead = True
+    one = bench(clock=clock, breaker={"breaker_failures": 3, "breaker_pause_s": 1.0})
+    hanging = hanging_of(one)
+    assert one.put(1.0).results == ["stored"] * NUM
+    hanging.dead = True
     for _ in range(3):
-        put().wait()
-    assert one.metrics.value("breaker_state", tier="pool") == 2
+        assert one.put(1.0, chain=2).failure is Reason.FAILED
+    assert one.left_alone
     for pause_s in (1.0, 2.0, 4.0, 4.0, 4.0):
-        before = one.hanging.num_asked()
+        before = hanging.num_asked()
         clock.advance(pause_s - 0.01)
-        assert not ready()
-        assert (ask(), put().end) == ([False] * 4, CallEnd.LEFT_ALONE)
-        assert one.hanging.num_asked() == before
+        assert [one.contains(1.0).failure, one.put(1.0).failure] == [Reason.DOWN] * 2
+        assert hanging.num_asked() == before
         clock.advance(0.01)
-        assert ready()
+        ends = []
         for _ in range(50):  # a request, and all others: one probe between them
-            ask()
-            assert put().wait() == [Status.FAILED] * 4
-        assert one.hanging.num_asked() == before + 1
-    one.hanging.dead = False
-    assert ask() == [False] * 4  # still alone
+            ends += [one.contains(1.0).failure, one.put(1.0).failure]
+        assert Counter(ends) == {Reason.FAILED: 1, Reason.DOWN: 99}
+        assert hanging.num_asked() == before + 1
+    hanging.dead = False
+    assert one.contains(1.0).failure is Reason.DOWN  # still alone
     clock.advance(60.0)
     for _ in range(50):
-        assert ask() == [True] * 4
-        assert put().wait() == [Status.EXISTS] * 4
+        assert one.contains(1.0).results == ["held"] * NUM
+        assert one.put(1.0).results == ["exists"] * NUM
     assert one.metrics.value("breaker_state", tier="pool") == 0
     assert [event.kind for event in one.metrics.events()] == ["tier_paused", "tier_resumed"]
+    assert one.metrics.value("refused_calls_total", reason="left_alone") > 0
 
 
 def test_a_blocking_store_costs_one_probe(bench: Callable[..., Bench]) -> None:
     """Timeouts count like failures; the probe alone pays for them."""
-    one = bench(breaker_failures=1, breaker_pause_s=0.0, breaker_max_pause_s=0.0)
-    one.put().wait()
-    one.hanging.hang()
-    assert one.put(Deadline.after(BEGUN_S)).wait() == [Status.LATE] * 4
-    probe, _ = one.get(Deadline.after(0.2))
-    others: list[Pending[Any]] = [*(one.put() for _ in range(20)), *(one.get()[0] for _ in range(20))]
-    assert {call.end for call in others} == {CallEnd.LEFT_ALONE}
-    assert probe.wait() == [Status.LATE] * 4
-    assert one.hanging.num_asked() == 3
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
-    assert one.calls.contains(NAMES, deadline=soon()).wait() == [True] * 4
-    assert one.put().wait() == [Status.EXISTS] * 4
+    one = bench(breaker={"breaker_failures": 1, "breaker_pause_s": 0.0, "breaker_max_pause_s": 0.0})
+    assert one.put().results == ["stored"] * NUM
+    hanging_of(one).hang()
+    asked = hanging_of(one).num_asked()
+    assert one.put(BEGUN_S, chain=2).failure is Reason.LATE
+    probe = one.get(0.2)
+    others = [*(one.put() for _ in range(20)), *(one.get() for _ in range(20))]
+    assert {pending.failure for pending in others} == {Reason.DOWN}
+    assert probe.failure is Reason.LATE
+    assert hanging_of(one).num_asked() == asked + 2
+    hanging_of(one).release()
+    wait_until(lambda: one.num_stuck == 0)
+    assert one.contains().results == ["held"] * NUM
+    assert one.put().results == ["exists"] * NUM
 
 
-@pytest.mark.parametrize("call", ["put", "get_into", "delete"])
+@pytest.mark.parametrize("call", ["put", "get_into"])
 @pytest.mark.parametrize("word", ["failed", "late"])
-def test_nothing_but_failures_is_a_failure_and_one_page_that_is_none_is_not(call: str, word: str) -> None:
+def test_nothing_but_failures_is_a_failure_and_one_page_that_is_none_is_not(
+    bench: Callable[..., Bench], call: str, word: str
+) -> None:
     odd = OddStore()
-    calls = Calls(odd, breaker_failures=2, breaker_pause_s=1000.0)
-    asks: dict[str, Callable[[], Pending[Any]]] = {
-        "put": lambda: calls.put(items(PAGES), deadline=soon(), on_return=lambda: None),
-        "get_into": lambda: calls.get_into(
-            [(page.name, page.buffer()) for page in PAGES], deadline=soon(), on_return=lambda: None
-        ),
-        "delete": lambda: calls.delete(NAMES, deadline=soon()),
-    }
-    odd.answers[call] = lambda found: [found[0], *(type(one)(word) for one in found[1:])]
+    one = bench(odd, breaker={"breaker_failures": 2, "breaker_pause_s": 1000.0})
+    chains = iter(range(1, 100))
+
+    def ask() -> Pending:
+        chain = next(chains)
+        if call == "put":
+            return one.put(chain=chain)
+        assert one.put(chain=chain).results == ["stored"] * NUM
+        return one.get(chain=chain)
+
+    odd.answers[call] = lambda found: [found[0], *(type(status)(word) for status in found[1:])]
     for _ in range(4):
-        assert asks[call]().wait()[-1].value == word
-    assert calls.ready
-    odd.answers[call] = lambda found: [type(one)(word) for one in found]
-    for _ in range(2):
-        assert asks[call]().wait()[0].value == word
-    assert asks[call]().end is CallEnd.LEFT_ALONE
-    assert calls.close()
-    odd.close()
+        assert ask().results[:2] == ["stored" if call == "put" else "hit", word]
+    assert not one.left_alone
+    odd.answers[call] = lambda found: [type(status)(word) for status in found]
+    if call == "get_into":  # each is behind a put, which is a success
+        odd.answers["put"] = odd.answers[call]
+        for _ in range(2):
+            assert one.get().results[0] == word
+    else:
+        for _ in range(2):
+            assert ask().results[0] == word
+    assert one.get().failure is Reason.DOWN
 
 
 def test_a_late_return_does_not_close_the_breaker(bench: Callable[..., Bench]) -> None:
-    one = bench(breaker_failures=1, breaker_pause_s=1000.0)
-    one.hanging.hang("put")
-    assert one.put(Deadline.after(BEGUN_S)).wait() == [Status.LATE] * 4
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
-    assert one.put().end is CallEnd.LEFT_ALONE
+    one = bench(breaker={"breaker_failures": 1, "breaker_pause_s": 1000.0})
+    hanging_of(one).hang("put")
+    assert one.put(BEGUN_S).failure is Reason.LATE
+    hanging_of(one).release()
+    wait_until(lambda: one.num_stuck == 0)
+    assert one.put().failure is Reason.DOWN
 
 
 def test_while_a_probe_is_out_only_the_probe_is_heard(bench: Callable[..., Bench]) -> None:
     clock = FakeClock()
-    one = bench(clock=clock, breaker_failures=1, breaker_pause_s=1.0)
-    one.hanging.hang("put")
-    old = one.put(Deadline.after(100.0, clock))  # from before
-    one.hanging.wait_inside()
-    one.hanging.dead = True
-    assert one.get(Deadline.after(1.0, clock))[0].wait() == [Status.FAILED] * 4
+    one = bench(clock=clock, breaker={"breaker_failures": 1, "breaker_pause_s": 1.0})
+    hanging = hanging_of(one)
+    hanging.hang("put")
+    old = one.put(100.0)  # from before
+    hanging.wait_inside()
+    hanging.dead = True
+    assert one.get(1.0).failure is Reason.FAILED
     clock.advance(1.0)
-    one.hanging.hang("get_into")
-    probe, _ = one.get(Deadline.after(100.0, clock))
-    one.hanging.wait_inside(2)
-    one.hanging.dead = False
-    one.hanging.release("put")
-    assert old.wait() == [Status.STORED] * 4
-    assert one.put(Deadline.after(1.0, clock)).end is CallEnd.LEFT_ALONE  # that one proved nothing
-    one.hanging.release()
-    assert probe.wait() == [Status.HIT] * 4
-    assert one.put(Deadline.after(1.0, clock)).wait() == [Status.EXISTS] * 4
+    hanging.hang("get_into")
+    probe = one.get(100.0)
+    hanging.wait_inside(2)
+    hanging.dead = False
+    hanging.release("put")
+    assert old.results == ["stored"] * NUM
+    assert one.put(1.0).failure is Reason.DOWN  # that one proved nothing
+    hanging.release()
+    assert probe.results == ["hit"] * NUM
+    assert one.put(1.0).results == ["exists"] * NUM
 
 
 def test_an_empty_store_that_is_back_is_found_out(bench: Callable[..., Bench]) -> None:
     """A restarted pool holds nothing, and who looks first is told so: that proves nothing, and locks nobody out."""
     clock = FakeClock()
-    one = bench(clock=clock, breaker_failures=1, breaker_pause_s=5.0)
-    one.hanging.dead = True
-    one.put(Deadline.after(1.0, clock)).wait()
+    one = bench(clock=clock, breaker={"breaker_failures": 1, "breaker_pause_s": 5.0})
+    hanging_of(one).dead = True
+    assert one.put(1.0).failure is Reason.FAILED
     clock.advance(5.0)
-    one.hanging.dead = False
-    assert one.calls.contains(NAMES, deadline=Deadline.after(1.0, clock)).wait() == [False] * 4
-    assert one.metrics.value("breaker_state", tier="pool") == 2
-    assert one.put(Deadline.after(1.0, clock)).wait() == [Status.STORED] * 4
-    assert one.metrics.value("breaker_state", tier="pool") == 0
+    hanging_of(one).dead = False
+    assert one.contains(1.0).results == ["absent"] * NUM
+    assert one.left_alone
+    assert one.put(1.0).results == ["stored"] * NUM
+    assert not one.left_alone
 
 
 def test_looks_that_find_nothing_do_not_hide_failures(bench: Callable[..., Bench]) -> None:
-    one = bench(breaker_failures=2, breaker_pause_s=1000.0)
+    one = bench(breaker={"breaker_failures": 2, "breaker_pause_s": 1000.0})
     one.fail()
-    assert one.calls.contains(NAMES, deadline=soon()).wait() == [False] * 4
+    assert one.contains().results == ["absent"] * NUM
     one.fail()
-    assert not one.calls.ready
+    assert one.left_alone
 
 
 def test_misses_and_full_stores_are_answers(bench: Callable[..., Bench]) -> None:
-    one = bench(breaker_failures=2, breaker_pause_s=1000.0)
-    orphan = [sample_page(5, 3)]
+    one = bench(breaker={"breaker_failures": 2, "breaker_pause_s": 1000.0})
     for _ in range(5):
-        assert one.get()[0].wait() == [Status.MISS] * 4
-        assert one.put(pages=orphan).wait() == [Status.NO_PARENT]
-        assert one.calls.delete(NAMES, deadline=soon()).wait() == [Status.ABSENT] * 4
+        assert one.get().results == ["miss"] * NUM
+        assert one.put(chain=5, start=3, num=1).results == ["no_parent"]
     for _ in range(3):
         one.fail()
-        one.get()[0].wait()  # a success between failures
-    assert one.calls.ready
+        assert one.get().results == ["miss"] * NUM  # a success between failures
+    assert not one.left_alone
+
+
+def test_what_the_device_does_says_nothing_of_the_store(bench: Callable[..., Bench]) -> None:
+    one = bench(breaker={"breaker_failures": 1, "breaker_pause_s": 1000.0})
+
+    def raises(slot: int, page: int) -> None:
+        raise RuntimeError("no such luck")
+
+    one.staging.on_gather = raises
+    for _ in range(3):
+        assert one.put().failure is Reason.FAILED
+    one.staging.on_gather = None
+    assert one.put().results == ["stored"] * NUM
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_close_answers_who_waits_and_says_what_is_stuck(
+def test_close_ends_who_waits_and_says_what_is_stuck(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = bench(num_threads=1, max_extra_threads=0)
-    one.hanging.hang("put")
-    stuck, queued = one.put(Deadline.after(0.1)), one.put()
-    one.hanging.wait_inside()
-    assert not one.calls.close(0.05)
-    assert "not back from a call of pool" in caplog.text
-    assert (queued.wait(), queued.end) == ([Status.FAILED] * 4, CallEnd.CLOSED)
-    assert one.returned == Counter([1])
-    assert stuck.wait() == [Status.LATE] * 4
-    assert not one.calls.close(0.0)
-    refused = one.put()
-    assert (refused.wait(), refused.end) == ([Status.FAILED] * 4, CallEnd.CLOSED)
-    assert not one.calls.ready
-    with pytest.raises(ResourceClosed):
-        BoundedStore(one.calls).contains(NAMES, deadline=soon())
-    one.hanging.release()
-    assert one.calls.close()
-    assert one.returned == Counter([0, 1, 2])
-
-
-def test_a_bounded_store_never_touches_a_buffer_after_it_answered(bench: Callable[..., Bench]) -> None:
-    one = bench(breaker_failures=100)
-    store = BoundedStore(one.calls)
-    frames = [memoryview(bytearray(page.frame)) for page in PAGES]
-    one.hanging.hang("put")
-    assert store.put(list(zip(NAMES, frames, strict=True)), deadline=Deadline.after(BEGUN_S)) == [Status.LATE] * 4
-    for frame in frames:
-        frame[:] = bytes(len(frame))  # the caller's again
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
-    buffers = [page.buffer() for page in PAGES]
-    before = [bytes(buffer) for buffer in buffers]
-    one.hanging.hang("get_into")
-    wanted = list(zip(NAMES, buffers, strict=True))
-    assert store.get_into(wanted, deadline=Deadline.after(BEGUN_S)) == [Status.LATE] * 4
-    one.hanging.release()
-    wait_until(lambda: one.calls.num_stuck == 0)
-    assert buffers == before
-    assert store.get_into(wanted, deadline=soon()) == [Status.HIT] * 4
-    assert buffers == [page.frame for page in PAGES]
+    one = bench(threads_per_store=1, max_extra_threads=0)
+    hanging_of(one).hang("put")
+    stuck, queued = one.put(), one.put(chain=2)
+    hanging_of(one).wait_inside()
+    assert not one.worker.close(0.05)
+    assert "not back from a call" in caplog.text
+    assert [stuck.failure, queued.failure] == [Reason.CANCELLED] * 2
+    assert one.worker.num_held_pages == NUM
+    assert not one.worker.close(0.0)
+    assert one.put().failure is Reason.CANCELLED
+    hanging_of(one).release()
+    assert one.worker.close()
+    assert one.worker.num_held_pages == 0
 
 
 @given(st.data())
 @settings(max_examples=25)
-def test_whatever_happens_every_call_is_answered_and_every_page_comes_back(data: st.DataObject) -> None:
+def test_whatever_happens_every_job_ends_and_every_page_comes_back(data: st.DataObject) -> None:
+    threads, extra = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
     one = Bench(
-        num_threads=data.draw(st.integers(1, 3)),
-        max_extra_threads=data.draw(st.integers(0, 2)),
-        breaker_failures=data.draw(st.integers(1, 4)),
-        breaker_pause_s=0.0,
-        breaker_max_pause_s=0.0,
+        threads_per_store=threads,
+        max_extra_threads=extra,
+        breaker={
+            "breaker_failures": data.draw(st.integers(1, 4)),
+            "breaker_pause_s": 0.0,
+            "breaker_max_pause_s": 0.0,
+        },
     )
-    pending: list[Pending[Any]] = []
+    try:
+        _whatever_happens(one, data)
+        wait_until(lambda: _num_threads() <= threads + extra)
+    finally:
+        one.finish()
+
+
+def _whatever_happens(one: Bench, data: st.DataObject) -> None:
+    hanging = hanging_of(one)
+    pending: list[Pending] = []
     for step in data.draw(
         st.lists(st.sampled_from(("put", "get", "wait", "hang", "release", "die", "live")), max_size=15)
     ):
         if step == "put":
-            pending.append(one.put(Deadline.after(0.004)))
+            pending.append(one.put(0.004))
         elif step == "get":
-            pending.append(one.get(Deadline.after(0.004))[0])
+            pending.append(one.get(0.004))
         elif step == "wait" and pending:
-            pending[-1].wait()
+            _ = pending[-1].end
         elif step == "hang":
-            one.hanging.hang()
+            hanging.hang()
         elif step == "release":
-            one.hanging.release()
+            hanging.release()
         elif step in ("die", "live"):
-            one.hanging.dead = step == "die"
-    for call in pending:
-        answers = call.wait()
-        assert len(answers) == 4
-        assert call.end is not None
-        late = [answer.value == "late" for answer in answers]
-        assert all(late) or call.end is not CallEnd.LATE
-        assert all(answer.value == "failed" for answer in answers) or call.end in (CallEnd.ANSWERED, CallEnd.LATE)
-    assert _num_threads() <= one.calls._max_threads
-    one.finish()
+            hanging.dead = step == "die"
+    for asked in pending:
+        end = asked.end
+        assert isinstance(end, JobFailed) or len(end.results) == NUM

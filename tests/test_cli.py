@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from headwater import __version__
 from headwater.build import open_local
 from headwater.cli import app
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, StoreDamaged
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, Status

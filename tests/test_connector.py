@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headwater.build import open_cache
 from headwater.cache.cache import TieredCache
 from headwater.cache.placement import TierState, load_pays
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -29,7 +29,8 @@ from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
+from headwater.storage.wrappers import OpaqueStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker

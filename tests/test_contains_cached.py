@@ -8,16 +8,16 @@ import pytest
 
 from headwater.build import open_local
 from headwater.cache.match import BlockStatus
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
 from headwater.core.events import JobDone, Probe, encode
 from headwater.core.page import PageName
 from headwater.core.results import Reason
+from headwater.lab.campaigns.virtual import EventList
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, attachment
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
-from headwater.testing.virtual import EventList
 from headwater.transfer.executor.trouble import call
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs

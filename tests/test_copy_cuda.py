@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Event, JobDone, Load, Save
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.gqa import gqa_layout
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import DType
 from headwater.storage.local import MappedStore
 from headwater.testing.pages import IDENTITY
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
 from headwater.transfer.device.wire import Direction
@@ -142,10 +142,10 @@ import json, sys, time
 import torch
 from pathlib import Path
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import JobDone, Load, Save
 from headwater.layout.frame import frame_bytes, header_bytes
-from headwater.layout.samples import sample_layouts
+from headwater.testing.samples import sample_layouts
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging

@@ -18,9 +18,9 @@ from headwater.core.errors import CopyDamaged, InvalidCopy, ResourceClosed
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device import copy_engine
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine

@@ -19,7 +19,7 @@ from headwater.serve.openai import Chat, Completions, usage_document
 from headwater.serve.phases import phases_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +159,44 @@ def test_files_named_in_the_documents_exist() -> None:
             assert known, f"{page.name} names {name}"
         for link in re.findall(r"\]\(([\w/.]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_chains_of_functions_are_counted_and_there() -> None:
+    text = (ROOT / "docs" / "HOPS.md").read_text()
+    counted = re.findall(r"^\| \[([\w ]+)\]\(#[\w-]+\) \| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    chains = {part.partition("\n")[0].lower(): part for part in text.split("\n## ")[1:]}
+    assert {name: len(re.findall(r"^\d+\. ", chains[name], re.MULTILINE)) for name in chains} == {
+        name: int(number) for name, number in counted
+    }
+    overview = (ROOT / "ARCHITECTURE.md").read_text()
+    for name, number in counted:
+        assert re.search(rf"^\| {name}\b[^|]*\| \d+ \| {number} \|$", overview, re.MULTILINE), name
+    for name, path in re.findall(r"^\d+\. `([\w.]+)` in `([\w/.]+)`$", text, re.MULTILINE):
+        owner, _, function = name.rpartition(".")
+        source = (ROOT / "src" / "headwater" / path).read_text()
+        assert re.search(rf"^ *(?:async )?def {function}\b", source, re.MULTILINE), f"{path}: {name}"
+        assert not owner or re.search(rf"^class {owner}\b", source, re.MULTILINE), f"{path}: {name}"
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    }
+
+
+def test_links_to_headings_lead_somewhere() -> None:
+    for page in PAGES:
+        for path, anchor in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
+            assert anchor in _headings(page.parent / path if path else page), f"{page.name} links to {path}#{anchor}"
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    for page in PAGES:
+        if page.name == "ARCHITECTURE.md":  # parts of it describe code that is being replaced
+            continue
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in prose.splitlines():
+            assert len(line) <= 100 or line.startswith(("|", "#")) or " " not in line.strip(), f"{page.name}: {line}"

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.core.errors import HostTierUnavailable, NotInstalled
 from headwater.lab import doctor
-from headwater.lab.doctor import FAIL, OK, WARN, Check, CopySpeed, Findings
+from headwater.lab.doctor import CopySpeed, Findings
+from headwater.lab.finding import FAIL, OK, WARN, Check
 from headwater.transfer.device import arena, cuda
 from headwater.transfer.device.torch_wire import TorchWire
 from headwater.transfer.device.wire import Digests

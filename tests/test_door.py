@@ -25,7 +25,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headwater.cli import app
-from headwater.config import ServeConfig, default_api_key
+from headwater.config.environment import default_api_key
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.engine.models.base import Model
 from headwater.engine.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headwater.build import open_cache
-from headwater.config import CacheConfig
+from headwater.config.cache import CacheConfig
 from headwater.engine.attention.base import causal_attention
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig

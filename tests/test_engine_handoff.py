@@ -27,7 +27,7 @@ from headwater.engine.request import Finish, RequestPhase, Sending
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
-from headwater.storage.wrappers import DelayStore
+from headwater.testing.faulty_stores import DelayStore
 from headwater.transfer.device.arena import DeviceCache
 from headwater.transfer.executor.tier import Naming
 from pd_kit import WAIT_S, Heard, Node, new_pool, open_node, open_pair

@@ -16,7 +16,7 @@ from headwater.core.results import JOB_FAILURES, Reason, Status
 KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
     *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
-    *(ev.Probe, ev.Load, ev.Save, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
+    *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
     *(ev.Stored, ev.Removed, ev.TierLost),
 ]
 ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
@@ -57,7 +57,7 @@ def test_everything_survives_json(value: ev.Event | ev.Instruction) -> None:
 
 def test_every_kind_is_tried() -> None:
     found = {name for name, kind in vars(ev).items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-    assert found - {"Event", "Instruction", "Job"} == {kind.__name__ for kind in KINDS}
+    assert found - {"Event", "Instruction", "Job", "StoreCopy"} == {kind.__name__ for kind in KINDS}
 
 
 @pytest.mark.parametrize("word", ODD)

@@ -17,7 +17,8 @@ import pytest
 import typer
 
 from headwater.cli import app
-from headwater.config import ServeConfig, index_only, pd_via, write_config
+from headwater.config.environment import index_only, pd_via, write_config
+from headwater.config.serve import ServeConfig
 from headwater.metrics import FAMILIES
 from headwater.router.settings import RouterConfig
 
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "headwater"
 PAGE = (ROOT / "docs" / "FROM_FASTDEPLOY.md").read_text()
 APART = (ROOT / "docs" / "DISAGG.md").read_text()
-CONFIG = (SOURCE / "config.py").read_text()
+CONFIG = "".join(path.read_text() for path in sorted((SOURCE / "config").glob("*.py")))
 
 # What somebody who used FastDeploy may have set, read or met: its options, variables, tasks, calls and numbers.
 NAMES = """

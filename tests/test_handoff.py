@@ -1,6 +1,7 @@
 """From prefill's slots to decode's through a pool: every byte, or an honest word by the deadline."""
 
 import hashlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,37 +16,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.build import open_local
-from headwater.config import LocalStoreConfig, WriteConfig
+from headwater.build import open_local, open_rank
+from headwater.config.stores import LocalStoreConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.page import PageName
 from headwater.core.results import Reason, Status
 from headwater.disagg.handoff import TAIL_GRACE_S, PoolReceiver, PoolSender
-from headwater.disagg.mover import Mover
+from headwater.disagg.machine import Tries
 from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, FirstTokenFinish, SamplerState, Tail, Ticket, decode
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import Header, frame_bytes, parse, seal, write_header
 from headwater.layout.reshard import part_number
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.storage.redis import RedisStore
-from headwater.storage.resharded import ReshardedStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.layouts import randomise
-from headwater.testing.ranks import cut, small_layouts
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
-from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.executor.caller import Caller
+from headwater.transfer.executor.staging import Staging, TorchStaging
 from headwater.transfer.executor.tier import Naming
+from headwater.transfer.executor.worker import Worker
+from headwater.transfer.ranks.group import Ranks
+from machines.ranks import cut, small_layouts
 from test_redis import Server
 from worker_kit import PATIENCE_S, wait_until
 
@@ -78,6 +82,42 @@ def cut_off(layout: KVLayout, block: bytes, valid_tokens: int) -> bytes:
     return found
 
 
+def send(sender: PoolSender, *args: Any, **options: Any) -> Sent | Unsent:
+    """Send, and wait for what comes of it."""
+    found: queue.Queue[Sent | Unsent] = queue.Queue()
+    sender.begin_send(*args, done=found.put, **options)
+    return found.get(timeout=4 * PATIENCE_S)
+
+
+def fetch(receiver: PoolReceiver, *args: Any, **options: Any) -> Fetched | Missing:
+    """Fetch, and wait for what comes of it."""
+    found: queue.Queue[Fetched | Missing] = queue.Queue()
+    receiver.begin_fetch(*args, done=found.put, **options)
+    return found.get(timeout=4 * PATIENCE_S)
+
+
+class End:
+    """The executor of one end, and who calls it."""
+
+    def __init__(self, store: Store, staging: Staging, naming: Naming, **options: Any) -> None:
+        self.worker = Worker(
+            {"pool": store},
+            staging,
+            layout=naming.layout,
+            identity=naming.identity,
+            block_tokens=naming.layout.block_tokens,
+            slice_pages=max(1, staging.num_pages // 4),
+            threads_per_store=4,
+            **options,
+        )
+        self.caller = Caller(self.worker, ["pool"], identity=naming.identity, **options)
+        self.worker.deliver = self.caller.deliver
+
+    def close(self) -> None:
+        assert self.worker.close(PATIENCE_S)
+        assert self.worker.num_held_pages == 0, "pages were not given back"
+
+
 class Ear:
     """Hears moves."""
 
@@ -102,7 +142,7 @@ class Ends:
         num_pages: int = 16,
         num_slots: int = 40,
         receiver: dict[str, Any] | None = None,
-        **mover: Any,
+        **tries: Any,
     ) -> None:
         self.store = store
         self.layout = layout
@@ -113,18 +153,20 @@ class Ends:
         self.original = self.there.device.copy()
         self.ears = Ear(), Ear()
         naming = Naming(identity=self.identity.digest, layout=layout)
-        options = {"naming": naming, "clock": clock, "metrics": self.metrics, "config": WriteConfig(slice_blocks=3)}
-        self.movers = [Mover(store, staging, **{**options, **mover}) for staging in (self.here, self.there)]
+        options: dict[str, Any] = {"clock": clock, "metrics": self.metrics}
+        self.ends = [End(store, staging, naming, **options) for staging in (self.here, self.there)]
+        how = Tries(slices=WriteConfig(slice_blocks=3), **tries)
         ends: dict[str, Any] = {"identity": self.identity, "layout": layout, "pool": "local", "clock": clock}
-        self.sender = PoolSender(self.movers[:1], **ends, residency=self.ears[0])
-        self.receiver = PoolReceiver(self.movers[1:], **{**ends, "residency": self.ears[1], **(receiver or {})})
+        self.sender = PoolSender(self.ends[0].caller, **ends, tries=how, residency=self.ears[0])
+        more = {"tries": how, "residency": self.ears[1], **(receiver or {})}
+        self.receiver = PoolReceiver(self.ends[1].caller, **ends, **more)
         self.naming = naming
 
     def send(self, num_tokens: int, *, seed: int = 0, timeout_s: float = 20.0, **options: Any) -> Sent | Unsent:
         """Send a prompt from the slots of the same numbers."""
         given = {"first": FIRST, "sampler": SAMPLER, **options}
         slots = range(-(-num_tokens // self.layout.block_tokens))
-        return self.sender.send("r", tokens(num_tokens, seed), slots, deadline=Deadline.after(timeout_s), **given)
+        return send(self.sender, "r", tokens(num_tokens, seed), slots, deadline=Deadline.after(timeout_s), **given)
 
     def ticket(self, num_tokens: int, **options: Any) -> Ticket:
         sent = self.send(num_tokens, **options)
@@ -135,7 +177,7 @@ class Ends:
         """Fetch into slots from `at` on."""
         first = at + options.get("start_block", 0)
         slots = range(first, at + ticket.num_blocks)
-        return self.receiver.fetch(ticket, slots, deadline=Deadline.after(timeout_s), **options)
+        return fetch(self.receiver, ticket, slots, deadline=Deadline.after(timeout_s), **options)
 
     def arrived(self, ticket: Ticket, num_blocks: int | None = None, *, at: int = 0, start: int = 0) -> bool:
         """Whether exactly the first blocks of a prompt are there, and all other slots are as they were."""
@@ -166,9 +208,8 @@ class Ends:
             if isinstance(inner, HangingStore):
                 inner.release()
             inner = inner.store if isinstance(inner, WrapperStore) else None
-        for mover in self.movers:
-            assert mover.close(PATIENCE_S)
-            assert mover.num_held_pages == 0, "pages were not given back"
+        for end in self.ends:
+            end.close()
         if isinstance(self.store, HangingStore):
             assert self.store.spoiled == []
         self.store.close()
@@ -252,28 +293,33 @@ def test_through_a_redis_server(name: str, redis: Server, ends: Callable[..., En
         assert one.arrived(ticket)
 
 
+@pytest.mark.parametrize("kind", ["memory", "mapped"])
 @pytest.mark.parametrize("name", ["gqa-fp8-scales", "mixed-gqa-mla", "odd"])
-def test_from_tensors_to_tensors(name: str) -> None:
+def test_from_tensors_to_tensors(name: str, kind: str, shm: Path) -> None:
+    """Also where full blocks are copied in place, and the tail through a page."""
     layout = sample_layouts()[name]
     who = identity(layout)
     num_tokens = 4 * layout.block_tokens + 3
     with ExitStack() as stack:
-        store = stack.enter_context(MemoryStore(64 << 20))
-        devices, movers = [], []
+        mapped = LocalStoreConfig(directory=shm / "store", limit_bytes=64 << 20)
+        store: Store = stack.enter_context(MemoryStore(64 << 20) if kind == "memory" else open_local(mapped))
+        devices, ends = [], []
         for seed in (1, 2):
             devices.append(stack.enter_context(create_kv_cache(layout, 12)))
             randomise(devices[-1], seed)
             pages = stack.enter_context(create_host_cache(frame_bytes(layout.plane_bytes), num_pages=8))
             staging = stack.enter_context(TorchStaging(devices[-1], pages))
-            movers.append(Mover(store, staging, naming=Naming(identity=who.digest, layout=layout)))
-        ends: dict[str, Any] = {"identity": who, "layout": layout, "pool": "local"}
+            ends.append(End(store, staging, Naming(identity=who.digest, layout=layout)))
+            stack.callback(ends[-1].close)
+        facts: dict[str, Any] = {"identity": who, "layout": layout, "pool": "local"}
         source, target = [7, 0, 3, 10, 1], [2, 11, 5, 6, 8]
-        sent = PoolSender(movers[:1], **ends).send(
-            "r", tokens(num_tokens), source, first=FIRST, sampler=SAMPLER, deadline=Deadline.after(20.0)
+        sender, receiver = PoolSender(ends[0].caller, **facts), PoolReceiver(ends[1].caller, **facts)
+        sent = send(
+            sender, "r", tokens(num_tokens), source, first=FIRST, sampler=SAMPLER, deadline=Deadline.after(20.0)
         )
         assert isinstance(sent, Sent)
         before = [row.clone() for row in devices[1].rows]
-        fetched = PoolReceiver(movers[1:], **ends).fetch(sent.ticket, target, deadline=Deadline.after(20.0))
+        fetched = fetch(receiver, sent.ticket, target, deadline=Deadline.after(20.0))
         assert isinstance(fetched, Fetched)
         for plane, theirs, ours, old in zip(layout.planes, devices[0].rows, devices[1].rows, before, strict=True):
             old[target] = theirs[source]
@@ -282,7 +328,6 @@ def test_from_tensors_to_tensors(name: str) -> None:
             tail = old[target[-1]].view(-1).reshape(shape)
             tail.movedim(plane.token_axis, 0)[3:] = 0
             assert torch.equal(ours, old)
-        assert all(mover.close() for mover in movers)
 
 
 def test_what_an_engine_left_behind_the_last_token_goes_nowhere(ends: Callable[..., Ends]) -> None:
@@ -316,9 +361,9 @@ def test_prefixes_that_are_there_already(ends: Callable[..., Ends]) -> None:
     assert (nothing.num_blocks, nothing.num_bytes) == (0, 0)
     for slots, start in ((range(3), 0), (range(11), 1), (range(12), -1)):
         with pytest.raises(InvalidInput, match="11 blocks"):
-            one.receiver.fetch(longer.ticket, slots, start_block=start, deadline=Deadline.after(1.0))
+            fetch(one.receiver, longer.ticket, slots, start_block=start, deadline=Deadline.after(1.0))
     with pytest.raises(InvalidInput, match="slots"):
-        one.sender.send("r", tokens(9), range(2), first=FIRST, sampler=SAMPLER, deadline=Deadline.after(1.0))
+        send(one.sender, "r", tokens(9), range(2), first=FIRST, sampler=SAMPLER, deadline=Deadline.after(1.0))
 
 
 def test_tenants_do_not_meet(ends: Callable[..., Ends]) -> None:
@@ -435,8 +480,14 @@ def test_a_tail_that_breaks_the_rules_is_not_used(lie: str, ends: Callable[..., 
 def test_blocks_that_cannot_be_cut_have_no_handoff() -> None:
     layout = opaque_layout((64, 32), B)
     staging = BytesStaging(layout, num_slots=2, num_pages=2)
-    with pytest.raises(InvalidConfig, match=r"plane key\.0 does not say which axis .* give its Plane a token_axis"):
-        Mover(MemoryStore(1 << 20), staging, naming=Naming(identity=identity(layout).digest, layout=layout))
+    who = identity(layout)
+    with MemoryStore(1 << 20) as store:
+        end = End(store, staging, Naming(identity=who.digest, layout=layout))
+        for kind in (PoolSender, PoolReceiver):
+            words = r"plane key\.0 does not say which axis .* give its Plane a token_axis"
+            with pytest.raises(InvalidConfig, match=words):
+                kind(end.caller, identity=who, layout=layout, pool="local")
+        end.close()
 
 
 # --- an object is missing, cut, damaged, of another request -----------------------------------------------------------
@@ -573,20 +624,18 @@ def test_what_makes_no_sense_is_refused_at_start(ends: Callable[..., Ends]) -> N
     given: dict[str, Any] = {"identity": one.identity, "layout": LAYOUT, "pool": "local"}
     for end in (PoolSender, PoolReceiver):
         with pytest.raises(InvalidConfig, match="needs a pool: say which"):
-            end([], **given)
+            end(None, **given)
         with pytest.raises(InvalidConfig, match="not the identity's"):
-            end(one.movers[:1], **{**given, "layout": sample_layouts()["mla-bf16"]})
+            end(one.ends[0].caller, **{**given, "layout": sample_layouts()["mla-bf16"]})
         with pytest.raises(InvalidConfig, match="another identity"):
-            end(one.movers[:1], **{**given, "identity": identity(model="other")})
+            end(one.ends[0].caller, **{**given, "identity": identity(model="other")})
         with pytest.raises(InvalidConfig, match="at least 1, not 0"):
-            end(one.movers[:1], **given, tp_size=0)
+            end(one.ends[0].caller, **given, tp_size=0)
     for ttl_s in (0.0, float("nan"), float("inf")):
         with pytest.raises(InvalidConfig, match="positive number of seconds"):
-            PoolSender(one.movers[:1], **given, ttl_s=ttl_s)
-    with pytest.raises(InvalidConfig, match="more pages, or fewer lanes"):
-        Mover(MemoryStore(1 << 20), one.here, naming=one.naming, num_lanes=17)
+            PoolSender(one.ends[0].caller, **given, ttl_s=ttl_s)
     with pytest.raises(InvalidConfig, match="at least one try"):
-        Mover(MemoryStore(1 << 20), one.here, naming=one.naming, num_tries=0)
+        Tries(num_tries=0)
 
 
 # --- pools that are full, slow, hanging, gone -------------------------------------------------------------------------
@@ -673,7 +722,7 @@ def test_a_pool_that_hangs_gives_no_ticket(call: str, num_tokens: int, ends: Cal
     assert (unsent.num_blocks, unsent.reason) == (0, Reason.LATE)
     assert one.ears[0].moves == []
     hanging.release()
-    wait_until(lambda: one.movers[0].num_held_pages == 0)
+    wait_until(lambda: one.ends[0].worker.num_held_pages == 0)
     assert isinstance(one.send(num_tokens), Sent)
 
 
@@ -703,7 +752,7 @@ def test_bytes_that_come_late_hit_nobody(num_tokens: int, held_back: int, ends: 
     num_scattered = len(one.there.scattered)
     one.there.device[:] = 0
     hanging.release()
-    wait_until(lambda: one.movers[1].num_held_pages == 0)
+    wait_until(lambda: one.ends[1].worker.num_held_pages == 0)
     assert not one.there.device.any()
     assert len(one.there.scattered) == num_scattered
 
@@ -799,7 +848,7 @@ def test_a_device_that_raises_ends_its_own_handoff_only(ends: Callable[..., Ends
 
 def test_one_that_hangs_does_not_hold_up_the_others(ends: Callable[..., Ends]) -> None:
     hanging = HangingStore(MemoryStore(8 << 20))
-    one = ends(hanging, num_lanes=3, num_pages=12)
+    one = ends(hanging, num_pages=12)
     tickets = [one.ticket(6 * B + 1, seed=seed) for seed in range(4)]
     hanging.hang("get_into", times=1)
     results: dict[int, Fetched | Missing] = {}
@@ -818,28 +867,28 @@ def test_one_that_hangs_does_not_hold_up_the_others(ends: Callable[..., Ends]) -
 
 
 def test_pages_that_hanging_calls_keep_are_not_given_out(ends: Callable[..., Ends]) -> None:
-    """As many as there are lanes hang; the next is told at once, and all is well when they are back."""
+    """As many as there are pages hang; the next is told at once, and all is well when they are back."""
     hanging = HangingStore(MemoryStore(8 << 20))
-    one = ends(hanging, num_lanes=2, num_pages=2)
+    one = ends(hanging, num_pages=2)
     ticket = one.ticket(3 * B + 1)
     hanging.hang("get_into")
     for _ in range(2):
         missing = one.fetch(ticket, timeout_s=0.1)
         assert isinstance(missing, Missing)
         assert missing.reason is Reason.LATE
-    assert one.movers[1].num_held_pages == 2
+    assert one.ends[1].worker.num_held_pages == 2
     down = one.fetch(ticket, timeout_s=PATIENCE_S)
     assert isinstance(down, Missing)
     assert (down.reason, down.detail) == (Reason.DOWN, "the pool's calls keep all pages")
     hanging.release()
-    wait_until(lambda: one.movers[1].num_held_pages == 0)
+    wait_until(lambda: one.ends[1].worker.num_held_pages == 0)
     assert isinstance(one.fetch(ticket), Fetched)
     assert one.arrived(ticket)
 
 
-def test_who_finds_no_lane_waits_by_its_deadline(ends: Callable[..., Ends]) -> None:
+def test_who_comes_while_others_hang_waits_by_its_deadline(ends: Callable[..., Ends]) -> None:
     hanging = HangingStore(MemoryStore(8 << 20))
-    one = ends(hanging, num_lanes=1, num_pages=4)
+    one = ends(hanging, num_pages=4)
     ticket = one.ticket(2 * B + 1)
     hanging.hang("get_into")
     first: list[Fetched | Missing] = []
@@ -850,7 +899,7 @@ def test_who_finds_no_lane_waits_by_its_deadline(ends: Callable[..., Ends]) -> N
     missing = one.fetch(ticket, at=10, timeout_s=0.2)
     assert time.monotonic() - began_s < 0.2 + SLACK_S
     assert isinstance(missing, Missing)
-    assert (missing.reason, missing.detail) == (Reason.LATE, "no lane was free in time")
+    assert missing.reason is Reason.LATE
     assert isinstance(gone := one.fetch(ticket, at=10, stopped=lambda: True), Missing)
     assert gone.reason is Reason.CANCELLED
     hanging.release()
@@ -891,23 +940,37 @@ def test_many_at_once_with_faults(ends: Callable[..., Ends]) -> None:
 
 
 class Group:
-    """All ranks of one tensor-parallel size, in one process: a mover for each page that a rank holds of a block."""
+    """All ranks of one tensor-parallel size, in one process: an executor of them all."""
 
-    def __init__(self, stack: ExitStack, calls: Calls, store: Store, layout: KVLayout, tp_size: int) -> None:
+    def __init__(self, stack: ExitStack, store: Store, layout: KVLayout, tp_size: int) -> None:
         self.layout = layout
         self.who = identity(layout)
         self.ranks: list[tuple[Any, BytesStaging]] = []
-        self.movers = []
+        self.namings: list[Naming] = []
+        members = []
         for rank in range(tp_size):
-            for part in parts(layout, rank, tp_size):
-                staging = BytesStaging(part.layout, num_slots=16, num_pages=8, seed=rank)
+            mine = [
+                (part, BytesStaging(part.layout, num_slots=16, num_pages=8, seed=rank))
+                for part in parts(layout, rank, tp_size)
+            ]
+            members += open_rank(
+                rank,
+                tp_size,
+                {"pool": store},
+                [staging for _, staging in mine],
+                layout=layout,
+                identity=self.who.digest,
+                views={"pool_tp": "pool"},
+            )
+            self.ranks += mine
+            for part, _ in mine:
                 number = part_number(part, layout)
                 naming = Naming(identity=self.who.digest, layout=part.layout, shard=part.shard, part=number)
-                view = ReshardedStore(store, layout, part, identity=self.who.digest)
-                mover = Mover(calls, staging, naming=naming, view=view)
-                stack.callback(_close, mover)
-                self.movers.append(mover)
-                self.ranks.append((part, staging))
+                self.namings.append(naming)
+        executor = Ranks(members, stores=["pool", "pool_tp"])
+        stack.callback(_close, executor)
+        self.caller = Caller(executor, ["pool", "pool_tp"], identity=self.who.digest)
+        executor.deliver = self.caller.deliver
         self.options: dict[str, Any] = {"identity": self.who, "layout": layout, "pool": "local", "tp_size": tp_size}
 
     def fill(self, blocks: Sequence[bytes]) -> None:
@@ -923,9 +986,8 @@ class Group:
         )
 
 
-def _close(mover: Mover) -> None:
-    assert mover.close(PATIENCE_S)
-    assert mover.num_held_pages == 0
+def _close(executor: Ranks) -> None:
+    assert executor.close(PATIENCE_S)
 
 
 @pytest.mark.parametrize("name", list(small_layouts()))
@@ -934,17 +996,16 @@ def test_other_tensor_parallel_sizes(name: str, written: int, read: int) -> None
     layout = small_layouts()[name]
     with ExitStack() as stack:
         store = stack.enter_context(MemoryStore(8 << 20))
-        calls = Calls(store)
-        stack.callback(lambda: calls.close(PATIENCE_S))
-        prefill, decode_ = (Group(stack, calls, store, layout, size) for size in (written, read))
-        sender = PoolSender(prefill.movers, **prefill.options)
+        prefill, decode_ = (Group(stack, store, layout, size) for size in (written, read))
+        sender = PoolSender(prefill.caller, **prefill.options)
         ear = Ear()
-        receiver = PoolReceiver(decode_.movers, **decode_.options, residency=ear)
+        receiver = PoolReceiver(decode_.caller, **decode_.options, view="pool_tp", residency=ear)
         for seed, num_tokens in enumerate(sizes(layout.block_tokens)):
             num_blocks = -(-num_tokens // layout.block_tokens)
             blocks = [np.random.default_rng([seed, at]).bytes(layout.page_bytes) for at in range(num_blocks)]
             prefill.fill(blocks)
-            sent = sender.send(
+            sent = send(
+                sender,
                 "r",
                 tokens(num_tokens, seed),
                 range(num_blocks),
@@ -953,7 +1014,7 @@ def test_other_tensor_parallel_sizes(name: str, written: int, read: int) -> None
                 deadline=Deadline.after(20.0),
             )
             assert isinstance(sent, Sent), sent
-            fetched = receiver.fetch(sent.ticket, range(3, 3 + num_blocks), deadline=Deadline.after(20.0))
+            fetched = fetch(receiver, sent.ticket, range(3, 3 + num_blocks), deadline=Deadline.after(20.0))
             assert isinstance(fetched, Fetched), fetched
             if num_tokens % layout.block_tokens:
                 blocks[-1] = cut_off(layout, blocks[-1], num_tokens % layout.block_tokens)
@@ -968,21 +1029,20 @@ def test_what_one_rank_misses_is_missing(which: int) -> None:
     layout = small_layouts()["mixed"]
     with ExitStack() as stack:
         store = stack.enter_context(MemoryStore(8 << 20))
-        calls = Calls(store)
-        stack.callback(lambda: calls.close(PATIENCE_S))
-        prefill, decode_ = (Group(stack, calls, store, layout, 2) for _ in range(2))
+        prefill, decode_ = (Group(stack, store, layout, 2) for _ in range(2))
         num_tokens = 5 * layout.block_tokens + 1
         blocks = [np.random.default_rng(at).bytes(layout.page_bytes) for at in range(6)]
         prefill.fill(blocks)
-        sent = PoolSender(prefill.movers, **prefill.options).send(
-            "r", tokens(num_tokens), range(6), first=FIRST, sampler=SAMPLER, deadline=Deadline.after(20.0)
+        sender = PoolSender(prefill.caller, **prefill.options)
+        sent = send(
+            sender, "r", tokens(num_tokens), range(6), first=FIRST, sampler=SAMPLER, deadline=Deadline.after(20.0)
         )
         assert isinstance(sent, Sent)
-        doomed = decode_.movers[which].naming.name(sent.ticket.keys[2])
+        doomed = decode_.namings[which].name(sent.ticket.keys[2])
         store.delete([doomed], deadline=Deadline.after(5.0))
         ear = Ear()
-        receiver = PoolReceiver(decode_.movers, **decode_.options, residency=ear)
-        missing = receiver.fetch(sent.ticket, range(6, 12), deadline=Deadline.after(20.0))
+        receiver = PoolReceiver(decode_.caller, **decode_.options, view="pool_tp", residency=ear)
+        missing = fetch(receiver, sent.ticket, range(6, 12), deadline=Deadline.after(20.0))
         assert isinstance(missing, Missing)
         assert (missing.first_block, missing.reason) == (2, Reason.MISSING)
         assert decode_.has(blocks[:2], at=6)
@@ -996,11 +1056,10 @@ def test_blocks_count_as_sent_only_with_every_page(num_pages: int) -> None:
     with ExitStack() as stack:
         size = frame_bytes(parts(layout, 0, 2)[0].layout.plane_bytes)
         store = stack.enter_context(MemoryStore(num_pages * size))
-        calls = Calls(store)
-        stack.callback(lambda: calls.close(PATIENCE_S))
-        group = Group(stack, calls, store, layout, 2)
+        group = Group(stack, store, layout, 2)
         ear = Ear()
-        unsent = PoolSender(group.movers, **group.options, residency=ear).send(
+        unsent = send(
+            PoolSender(group.caller, **group.options, residency=ear),
             "r",
             tokens(5 * layout.block_tokens + 1),
             range(6),
@@ -1013,7 +1072,7 @@ def test_blocks_count_as_sent_only_with_every_page(num_pages: int) -> None:
         keys = [key for move in ear.moves for key in move.keys]
         assert len(keys) == min(unsent.num_blocks, 5)
         held = set(store.names())
-        assert all(mover.naming.name(key) in held for mover in group.movers for key in keys)
+        assert all(naming.name(key) in held for naming in group.namings for key in keys)
 
 
 def test_latent_planes_need_no_view(ends: Callable[..., Ends]) -> None:

@@ -19,23 +19,24 @@ import torch
 
 from copy_kit import WAIT_S, Hold, OddWire, at_call, no_traces, raise_trouble
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
 from headwater.core.events import Cancel, Copied, Instruction, Job, JobDone, JobFailed, Load, Probe, Save
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Reason, Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Reservation, Store
 from headwater.storage.local import MappedStore
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import DelayStore, WrapperStore
+from headwater.storage.wrappers import WrapperStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import DelayStore
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY, sample_page
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device import cuda, populate
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache

@@ -13,11 +13,11 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.ghosts import Past
-from headwater.index.naive import NaiveIndex
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import policy_by_name
-from headwater.testing.index_machine import IndexMachine, Ranked, path_keys
+from machines.index_machine import IndexMachine, Ranked, path_keys
+from machines.naive_index import NaiveIndex
 
 HOST, DISK = 1, 2  # bits
 
@@ -319,7 +319,7 @@ def test_stale_entries_do_not_pile_up() -> None:
     know(index, "ab", 0, 1)
     for at in range(2_000):
         index.release(index.hold(path("ab"), now_s=float(at)), now_s=float(at))
-    assert len(index._leaves) < 100
+    assert len(index._leaves._heap) < 100
     index.validate()
 
 
@@ -438,11 +438,11 @@ CONTRADICTIONS: dict[str, list[Callable[[Held], object]]] = {
         lambda held: setattr(held.index, "_num_blocks", 3),
         lambda held: setattr(held.index, "_num_guarded", 0),
     ],
-    "leaves do not add up": [lambda held: setattr(held.index, "_num_leaves", 1)],
+    "leaves do not add up": [lambda held: setattr(held.index._leaves, "_num_runs", 1)],
     "a priority that is not the policy's": [lambda held: setattr(free(held).run, "past", Past(0, 9.0, 0))],
     "a free leaf that is not in the order": [
         lambda held: setattr(free(held).run, "ticket", 0),
-        lambda held: operator.setitem(free(held).index._leaves, 0, (0.0, 99, held.run)),
+        lambda held: operator.setitem(free(held).index._leaves._heap, 0, (0.0, 99, held.run)),
     ],
     "a run that is filled by nobody": [lambda held: setattr(held.run, "maker", Hold(None, 0))],
     "blocks that were not appraised": [lambda held: setattr(held.index._worth, "num_blocks", 1)],

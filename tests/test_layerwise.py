@@ -14,7 +14,8 @@ import torch
 from copy_kit import WAIT_S, Hold, OddWire, no_traces
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Load
 from headwater.core.keys import BlockKey
 from headwater.core.page import page_name

@@ -13,7 +13,6 @@ from headwater.core.errors import InvalidLayout
 from headwater.layout.dsa import dsa_layout, dsa_plain_layout
 from headwater.layout.gqa import gqa_fp8_layout, gqa_layout
 from headwater.layout.mla import mla_layout
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import (
     INDEXER,
     KEY,
@@ -30,6 +29,7 @@ from headwater.layout.spec import (
     role,
 )
 from headwater.testing.layouts import LayoutTests
+from headwater.testing.samples import sample_layouts
 
 SAMPLES = sample_layouts()
 

@@ -9,9 +9,9 @@ from headwater.core.keys import BlockKey
 from headwater.core.results import Status
 from headwater.index.base import Hold
 from headwater.index.lent import LentIndex
-from headwater.pool.redis import redis_server
 from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
+from headwater.testing.redis import redis_server
 from test_vllm_sides import ROOM_S, engine_of, request_keys, run
 from vllm_kit import SIZE, FakeEngine, FakeRequest
 

@@ -9,7 +9,8 @@ import pytest
 
 from headwater import policy
 from headwater.build import open_local, open_tier
-from headwater.config import Durability, LocalStoreConfig, default_directory
+from headwater.config.environment import default_directory
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     InvalidConfig,
     ResourceClosed,
@@ -26,7 +27,7 @@ from headwater.storage.base import Deadline
 from headwater.storage.disabled import DisabledStore
 from headwater.storage.local import directory
 from headwater.storage.local.attach import destroy
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.pages import sample_chain, sample_page
 from headwater.testing.stores import put, soon
 from kit import LIMIT, config, hits
@@ -90,7 +91,7 @@ def test_another_version_is_refused_and_not_touched(place: Path) -> None:
     with open_local(config(place)) as store:
         put(store, [sample_page(1)])
     slab = place / "store" / directory.SLAB
-    from headwater.storage.local import slab as slab_module
+    from headwater.storage.local import slab_header as slab_module
 
     original = slab_module.VERSION
     try:

@@ -23,7 +23,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import StoreError, StoreForked, StoreUnavailable
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -32,9 +32,9 @@ from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, read, soon
 from kit import BIG, LIMIT, config, hits
+from machines.processes import Helper
 
 SLAB = "slab"
 GRACE_S = 0.25
@@ -215,7 +215,7 @@ def test_a_parents_death_is_seen_although_a_child_lives(shm: Path) -> None:
 import os, sys, time
 from pathlib import Path
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.testing.pages import sample_page
 from headwater.testing.stores import soon
 store = open_local(LocalStoreConfig(directory=Path({str(shm / "store")!r}), limit_bytes={LIMIT}))
@@ -628,7 +628,7 @@ _VICTIM = """
 import sys, time
 from pathlib import Path
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.layout.spec import opaque_layout
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local, open_tier
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.results import Status
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
@@ -20,9 +20,9 @@ from headwater.storage.local.mirror import Draft, Mirror, Page, Place
 from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, soon
 from kit import LIMIT, config, hits
+from machines.processes import Helper
 
 GRACE_S = 0.25
 

@@ -17,12 +17,12 @@ from headwater.core.results import Status
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Addressable, Deadline, Reservation
 from headwater.storage.local import directory
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, soon
 from kit import BIG, LIMIT, changing, config, hits
+from machines.processes import Helper
 
 # --- other processes --------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ def test_peeking_is_not_using(shm: Path) -> None:
         for page in pages:
             clock.advance(1)
             put(store, [page])
-        assert store.peek(pages[0].name, pages[0].buffer(), deadline=soon()) is Status.HIT
+        assert store.peek_into([(pages[0].name, pages[0].buffer())], deadline=soon()) == [Status.HIT]
         clock.advance(1)
         put(store, [sample_page(99, plane_bytes=BIG)])
         assert hits(store, [pages[0]]) == 0

@@ -9,23 +9,22 @@ from pathlib import Path
 import pytest
 
 from headwater.build import open_local
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     StoreForked,
     StoreMismatch,
 )
 from headwater.core.results import Status
 from headwater.storage.base import Addressable, Deadline, Reservation
-from headwater.storage.local import MappedStore, directory
-from headwater.storage.local.catalog import Catalog
+from headwater.storage.local import MappedStore, directory, mend
 from headwater.storage.local.geometry import CONTROL_AT, EXTENTS_AT, Geometry
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, items, sample_chain, sample_page
-from headwater.testing.processes import Helper
 from headwater.testing.stores import put, read, soon
 from kit import BIG, LIMIT, changing, config, hits, lose_records
+from machines.processes import Helper
 
 # --- restart and rebuild ----------------------------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ def test_an_interrupted_rebuild_is_begun_anew(place: Path, monkeypatch: pytest.M
     with open_local(config(place)) as store:
         put(store, pages)
     lose_records(place)
-    monkeypatch.setattr(Catalog, "_adopt", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(mend, "_adopt", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_local(config(place))
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local, open_tier
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreBusy, StoreForked, StoreUnavailable
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, seal
@@ -283,7 +283,7 @@ def test_what_comes_to_build_on_an_extent_that_changes_hands_goes_with_it(
 
         def changes(allocator: Allocator, at: Attachment, search: Search, deadline: Deadline) -> None:
             assert search.extent is not None
-            last = at.catalog.pages_in(search.extent)[-1]
+            last = at.catalog.mirror.pages_in(search.extent)[-1]
             assert put(other, [chain[1] for chain in chains if chain[0].name == last]) == [Status.STORED]
             at.catalog.mirror.seen = -1  # as after very many changes: everything is read again
             change_hands(allocator, at, search, deadline)
@@ -432,9 +432,9 @@ def test_after_a_step_back_of_the_clock_uses_are_put_right_some_at_a_time(
         clock._now_s -= 1000.0
         monkeypatch.setattr(Table, "set_use", counts)
         catalog = attachment_of(store).catalog
-        catalog.now_s()
+        catalog.recency.now_s()
         assert 0 < written[0] <= 256
-        catalog.now_s()
+        catalog.recency.now_s()
         assert written[0] == 400
         uses = [catalog.table.use(place.number) for place in catalog.mirror.places.values()]
         assert all(use is not None and use.used_s <= clock.time() for use in uses)

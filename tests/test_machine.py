@@ -4,7 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from headwater.testing.machine import LocalStoreMachine, TightStoreMachine
+from machines.machine import LocalStoreMachine, TightStoreMachine
 
 
 @pytest.mark.parametrize("machine", [LocalStoreMachine, TightStoreMachine])

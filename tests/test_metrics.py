@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from headwater.build import open_engine
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import HeadwaterError, InvalidInput, NotInstalled
 from headwater.engine.make_model import make_model
 from headwater.engine.request import Request, Sampling

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headwater import config
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.disagg.key_file import find_node_key, own_node_key, read_node_key, write_node_key
@@ -291,7 +291,7 @@ def test_which_key_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     own = find_node_key(None)
     assert own.own
     assert find_node_key(None) == own  # made once
-    assert config.own_node_key_file() == tmp_path / "state" / "headwater" / "node.key"
+    assert environment.own_node_key_file() == tmp_path / "state" / "headwater" / "node.key"
     assert find_node_key(named) == KEY
     monkeypatch.setenv("HEADWATER_NODE_KEY", OTHER.text)
     assert find_node_key(None) == OTHER

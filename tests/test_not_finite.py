@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.keys import block_keys
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import BOS, make_model

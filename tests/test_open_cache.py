@@ -10,16 +10,17 @@ import torch
 
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import BlockKey, block_keys
+from headwater.lab.campaigns.virtual import EventList
 from headwater.layout.frame import frame_bytes
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.testing.layouts import randomise
-from headwater.testing.virtual import EventList
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 
 from fleet_kit import KEY
 from headwater.build import open_engine, open_pool, open_residency
-from headwater.config import ResidencyConfig, ServeConfig, pd_via
+from headwater.config.environment import pd_via
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey, block_keys
 from headwater.core.node_key import NodeKey
@@ -313,13 +315,16 @@ def test_attempts_are_known_while_they_are_under_way(pair: Cluster) -> None:
 
 def test_who_waits_for_the_pool_does_not_hang(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine gets nothing done meanwhile; the wait has an end of its own."""
-    release, fetch = threading.Event(), PoolReceiver.fetch
+    release, begin_fetch = threading.Event(), PoolReceiver.begin_fetch
 
-    def slow(*given: Any, **more: Any) -> Any:
-        assert release.wait(WAIT_S)
-        return fetch(*given, **more)
+    def slow(*given: Any, **more: Any) -> None:
+        def later() -> None:
+            assert release.wait(WAIT_S)
+            begin_fetch(*given, **more)
 
-    monkeypatch.setattr(PoolReceiver, "fetch", slow)
+        threading.Thread(target=later).start()
+
+    monkeypatch.setattr(PoolReceiver, "begin_fetch", slow)
     prompt, found = [4] * 40, []
     body = {**envelope(prompt), "ticket": pair.ticket(prompt)}
     headers = {"x-headwater-attempt": "abc"}

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwater import config
 from headwater.cli import app
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig, StoreUnavailable
-from headwater.pool import diagnosis, local, process, servers
-from headwater.pool.diagnosis import Finding, diagnose
+from headwater.lab import pool_diagnosis as diagnosis
+from headwater.lab.finding import Check
+from headwater.lab.pool_diagnosis import diagnose
+from headwater.pool import local, process, servers
 from headwater.pool.process import Process, spawn
 from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
@@ -136,8 +138,8 @@ def test_a_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 
 
 def test_where_a_pool_is_written_down() -> None:
-    assert config.default_pool_directory({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/headwater-pool")
-    assert config.default_pool_directory({}) == Path(f"/tmp/headwater-pool-{os.geteuid()}")
+    assert environment.default_pool_directory({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/headwater-pool")
+    assert environment.default_pool_directory({}) == Path(f"/tmp/headwater-pool-{os.geteuid()}")
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +221,7 @@ def test_addresses_of_the_kernels_tables() -> None:
 # --- what is wrong with a pool ----------------------------------------------------------------------------------------
 
 
-def _states(findings: list[Finding]) -> dict[str, str]:
+def _states(findings: list[Check]) -> dict[str, str]:
     return {finding.name: finding.state for finding in findings}
 
 
@@ -274,6 +276,6 @@ def test_a_probe_that_crashes_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_probe_prints_json_and_nothing_else() -> None:
     with MooncakePool(segment_bytes=16 * MIB) as pool:
         for url in (pool.config().url, pool.config(shm=True).url):
-            run = [sys.executable, "-m", "headwater.pool.diagnosis", url]
+            run = [sys.executable, "-m", "headwater.lab.pool_diagnosis", url]
             done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=True)
             assert [json.loads(line)["state"] for line in done.stdout.splitlines()] == ["ok", "ok"]

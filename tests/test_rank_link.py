@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, RankUnavailable
 from headwater.core.events import JobDone, JobFailed, Probe, StoreOn
 from headwater.core.results import Reason
 from headwater.layout.shard import parts
 from headwater.storage.local import LocalStore
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import (
+from headwater.transfer.ranks.link import RankLink
+from headwater.transfer.ranks.members import Member
+from headwater.transfer.ranks.roster import RankState
+from headwater.transfer.ranks.server import serve_rank
+from headwater.transfer.ranks.wire import Incoming, packed
+from machines.ranks import (
     RankDevices,
     RankProcess,
     RankProcesses,
@@ -30,11 +35,6 @@ from headwater.testing.ranks import (
     thread_rank,
     whole_block,
 )
-from headwater.transfer.ranks.link import RankLink
-from headwater.transfer.ranks.members import Member
-from headwater.transfer.ranks.roster import RankState
-from headwater.transfer.ranks.server import serve_rank
-from headwater.transfer.ranks.wire import Incoming, packed
 from rank_kit import LAYOUTS, Jobs
 from worker_kit import PATIENCE_S, keys, wait_until
 

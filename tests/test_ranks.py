@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_group, open_local, open_rank
-from headwater.config import CacheConfig, LocalStoreConfig, SaveWhen, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Copied,
+    Demote,
     Job,
     JobDone,
     JobFailed,
@@ -36,12 +38,12 @@ from headwater.layout.shard import Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import RankDevices, pages_of, thread_rank, whole_block
 from headwater.testing.stores import soon
 from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
 from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
+from machines.ranks import RankDevices, pages_of, thread_rank, whole_block
 from rank_kit import LAYOUTS, Group, Jobs, ScriptedExecutor, groups
 from worker_kit import PATIENCE_S, Gate, OddStore, key, keys, wait_until
 
@@ -74,13 +76,16 @@ ORDERS: dict[str, Job] = {
         depth=0,
         tenant=b"",
     ),
+    "demote": Demote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool", parent=key(1, -1)),
     "promote": Promote(job=1, store="host", keys=keys(1, 5), deadline_s=1.0, target="pool"),
 }
-GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"], "promote": ["stored", "exists"]}
+GOOD = {"probe": ["held", "absent"], "load": ["hit"], "save": ["stored", "exists"]}
+GOOD |= {"demote": ["stored", "exists"], "promote": ["stored", "exists"]}
 BAD = {
     "probe": [],
     "load": ["miss", "late", "failed", "corrupt", "stored"],
     "save": ["no_room", "no_parent", "late", "failed"],
+    "demote": ["miss", "no_room", "no_parent", "late", "failed"],
     "promote": ["no_room", "late", "failed"],
 }
 

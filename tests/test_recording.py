@@ -22,19 +22,20 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor
 from headwater.cache.state import Brain
 from headwater.cli import app
-from headwater.config import MIN_RECORD_BYTES, CacheConfig, SaveWhen, ServeConfig, TierConfig
+from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
+from headwater.config.serve import MIN_RECORD_BYTES, ServeConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.engine.make_model import make_model
 from headwater.engine.request import Output, Request, Sampling
 from headwater.integrations.vllm.settings import read_config
+from headwater.lab.campaigns.virtual import ROOT, path_keys
 from headwater.lab.replay.events import replay_events
 from headwater.metrics import Metrics
 from headwater.storage import recording
 from headwater.storage.recording import Began, FileRecorder, Heard, RecordingEnded, read
 from headwater.testing.clock import FakeClock
-from headwater.testing.virtual import ROOT, path_keys
 from test_vllm_sides import engine_of, prompts, run
 from vllm_kit import FakeRequest
 

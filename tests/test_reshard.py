@@ -11,13 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, InvalidLayout, ResourceClosed
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal
 from headwater.layout.reshard import Plan, copy_strips, divides, part_number, plan, plans
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, Shard, parts
 from headwater.layout.spec import DType, KVLayout, Plane, declare_role
 from headwater.metrics import Metrics
@@ -25,11 +24,12 @@ from headwater.storage.base import Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.resharded import ReshardedStore
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY
-from headwater.testing.ranks import cut, whole_block
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import past, soon
+from machines.ranks import cut, whole_block
 from rank_kit import LAYOUTS, Group, groups
 from worker_kit import OddStore, key
 

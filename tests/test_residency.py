@@ -17,16 +17,10 @@ from headwater.build import open_cache, open_local, open_publisher, open_residen
 from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor
 from headwater.cache.state import Brain
-from headwater.config import (
-    CacheConfig,
-    LocalStoreConfig,
-    ResidencyConfig,
-    TierConfig,
-    check_index_only,
-    default_node,
-    default_residency,
-    index_only,
-)
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.environment import default_node, default_residency, index_only
+from headwater.config.residency import ResidencyConfig, check_index_only
+from headwater.config.stores import LocalStoreConfig
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import Removed, Stored, TierLost
@@ -43,15 +37,15 @@ from headwater.residency.publisher import Holdings, Publisher, Row
 from headwater.residency.session import ResidencySession
 from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.testing.brain_world import ROOTS
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.index_machine import path_keys
 from headwater.testing.pages import IDENTITY, sample_chain, sample_page
-from headwater.testing.residency import ROOT, ResidencyTests, chain
-from headwater.testing.residency_machine import ResidencyMachine, soon
-from headwater.testing.residency_world import ListeningBrainMachine, ListeningCacheMachine, ListeningWorld
 from headwater.testing.stores import put
+from machines.brain_world import ROOTS
+from machines.index_machine import path_keys
+from machines.residency import ROOT, ResidencyTests, chain
+from machines.residency_machine import ResidencyMachine, soon
+from machines.residency_world import ListeningBrainMachine, ListeningCacheMachine, ListeningWorld
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 DEVICE, HOST, DISK, POOL = TIERS.values()

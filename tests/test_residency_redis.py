@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from headwater.config import ResidencyConfig
+from headwater.config.residency import ResidencyConfig
 from headwater.core.errors import InvalidConfig, ResourceClosed, StoreForked, StoreUnavailable
 from headwater.core.events import Removed, Stored
 from headwater.lab.bench.residency import bench_lookups
@@ -22,8 +22,8 @@ from headwater.residency.publisher import Publisher
 from headwater.residency.redis import RedisResidency
 from headwater.storage.base import Deadline
 from headwater.storage.redis.lines import Command, RedisLines
-from headwater.testing.residency import ROOT, ResidencyTests, chain, held, said
-from headwater.testing.residency_machine import Backend, ResidencyMachine, soon
+from machines.residency import ROOT, ResidencyTests, chain, held, said
+from machines.residency_machine import Backend, ResidencyMachine, soon
 from test_redis import Server
 
 NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"

@@ -32,10 +32,10 @@ from headwater.residency.base import Found, Holder
 from headwater.router.choice import Held, How, NodeChoice, NodeFacts, Size, choose_decode, choose_entry
 from headwater.router.lookup import Ask, Looker, held_of
 from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeSlot, NodeTable
-from headwater.router.relay import PREFILL_AGAIN, Trouble, judge
 from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
+from headwater.router.trouble import PREFILL_AGAIN, Trouble, judge
 from headwater.router.wait_line import WaitLine
 from router_kit import BEFORE, IDENTITY, LAYOUT, MIDDLE, WAIT_S, Asked, Fault, Node, Stalls, Tokens, World, world
 
@@ -513,14 +513,14 @@ def test_a_machine_that_stood_still_past_a_deadline_begins_nothing_more() -> Non
     async def main() -> None:
         loop = asyncio.get_running_loop()
         router = Router(RouterConfig(), metrics=Metrics())
-        router.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=0)))
+        router.membership.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=0)))
         call = Call(endpoint=COMPLETIONS, body={}, content=b"{}", request_id="one", until_s=loop.time() + 0.2)
         nobody: Any = None
         asking = asyncio.create_task(router.route(call, nobody))
         await asyncio.sleep(0.05)
         assert router.state()["queues"]["waiting_for_entry"] == 1
         time.sleep(0.3)  # the machine stands still
-        router.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=1)))
+        router.membership.heard(beat("n", url="http://127.0.0.1:1", load=NodeLoad(free_slots=1)))
         with pytest.raises(NoAnswer) as raised:
             await asking
         assert raised.value.status == 504

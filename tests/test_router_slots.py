@@ -21,10 +21,11 @@ from headwater.disagg.width import num_choices, num_prompts
 from headwater.metrics import Metrics
 from headwater.router.choice import NodeFacts, Size, choose_decode, choose_entry
 from headwater.router.nodes import NodeTable
-from headwater.router.relay import Relay, Trouble
+from headwater.router.relay import Relay
 from headwater.router.routed_request import Attempt, Call, RoutedRequest, RoutePhase
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
+from headwater.router.trouble import Trouble
 from headwater.router.wait_line import WaitLine
 from headwater.router.whole import PARSED_BYTES, WholeNodeAnswer
 from headwater.serve.reading import large_routable

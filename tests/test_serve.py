@@ -14,7 +14,7 @@ from headwater.engine.loader import load_tokenizer
 from headwater.engine.models.base import Model
 from headwater.engine.request import TokenLogprob
 from headwater.engine.tokenizer import Tokenizer
-from headwater.serve.answer import Likelihood, TextPiece, Transcript
+from headwater.serve.transcript import Likelihood, TextPiece, Transcript
 from serve_kit import Served, directory, model, served, serving
 
 __all__ = ["directory", "model", "served"]  # fixtures
@@ -58,7 +58,8 @@ def test_the_official_client_chats(served: Served, directory: Path) -> None:
     assert found.id.startswith("chatcmpl-")
     assert found.choices[0].message.role == "assistant"
     assert found.choices[0].message.content == same.choices[0].message.content
-    prompt = load_tokenizer(directory).encode_chat(CHAT)
+    tokenizer = load_tokenizer(directory)
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(CHAT), add_special_tokens=False)
     assert found.usage is not None
     assert found.usage.prompt_tokens == len(prompt)
     raw = served.complete(prompt, max_tokens=8)  # the same prompt as token ids

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headwater.cli import app
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.serve.sockets import listen
 from headwater.serve.start import tiny_model

@@ -12,11 +12,12 @@ import pytest
 
 from headwater.build import open_residency
 from headwater.cache.cache import TieredCache
-from headwater.config import ResidencyConfig, ServeConfig
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.engine.models.base import Model
-from headwater.lab import doctor
+from headwater.lab import doctor, finding
 from headwater.lab.bench.serve import _COMMAND, _address
 from headwater.storage.base import Deadline
 from headwater.testing.mooncake import MooncakePool
@@ -194,11 +195,11 @@ def test_the_doctor_tries_a_pool(redis: Server, tmp_path: Path) -> None:
         return check.state, check.found
 
     for url in (redis.url, f"local:{tmp_path / 'pool'}"):
-        assert line(url) == (doctor.OK, "a page was written, read back and verified")
+        assert line(url) == (finding.OK, "a page was written, read back and verified")
     with redis.client() as client:
         assert client.dbsize() == 0  # nothing is left
-    assert line("ftp://somewhere")[0] == doctor.FAIL
+    assert line("ftp://somewhere")[0] == finding.FAIL
     assert "mooncake://" in line("ftp://somewhere")[1]
     redis.kill()
-    assert line(redis.url)[0] == doctor.FAIL
-    assert any(check.state == doctor.FAIL for check in doctor._pool("mooncake://127.0.0.1:1"))
+    assert line(redis.url)[0] == finding.FAIL
+    assert any(check.state == finding.FAIL for check in doctor._pool("mooncake://127.0.0.1:1"))

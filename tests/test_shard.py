@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from headwater.core.errors import InvalidLayout
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.mla import mla_layout
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, Shard, byte_ranges, is_writer, parts, shard_layout, shard_of
 from headwater.layout.spec import KEY, DType, KVLayout, Plane, combine
+from headwater.testing.samples import sample_layouts
 
 MIXED = sample_layouts()["mixed-gqa-mla"]
 

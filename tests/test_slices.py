@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.config import WriteConfig
+from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -18,18 +18,19 @@ from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import header_bytes
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.storage.calls import Calls
 from headwater.storage.memory import MemoryStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.executor.pages import PagePool
-from headwater.transfer.executor.row import Reached, Why
-from headwater.transfer.executor.slices import Slices
+from headwater.transfer.executor.caller import Caller
+from headwater.transfer.executor.rows import Rows
+from headwater.transfer.executor.sliced import Reached, Why
 from headwater.transfer.executor.tier import Naming
+from headwater.transfer.executor.worker import Worker
 from worker_kit import LAYOUT, PATIENCE_S, TENANT, key, keys, wait_until
 
 SLACK_S = 0.5
+HUNG = "a store's call did not return in time"
 START = header_bytes(len(LAYOUT.planes))
 NAMING = Naming(identity=IDENTITY, layout=LAYOUT)
 AT = {NAMING.name(key(1, depth)): depth for depth in range(64)}  # which block of the row a page is
@@ -103,7 +104,7 @@ class Scripted(Store):
 
 
 class Rig:
-    """Slices between a device in numpy and a store."""
+    """Rows through an executor between a device in numpy and a store."""
 
     def __init__(
         self,
@@ -112,24 +113,31 @@ class Rig:
         num_pages: int = 64,
         num_slots: int = 64,
         clock: Clock = SYSTEM_CLOCK,
-        calls: dict[str, Any] | None = None,
+        breaker: dict[str, Any] | None = None,
+        piece_blocks: int | None = None,
         **config: Any,
     ) -> None:
         self.store = store
         self.metrics = Metrics()
         self.staging = BytesStaging(LAYOUT, num_slots=num_slots, num_pages=num_pages, seed=3)
         self.original = self.staging.device.copy()
-        self.pool = PagePool(num_pages, ["pool"], threading.Condition())
-        self.calls = Calls(store, clock=clock, metrics=self.metrics, **{"breaker_failures": 1000, **(calls or {})})
-        self.slices = Slices(
-            self.calls,
+        self.worker = Worker(
+            {"pool": store},
             self.staging,
-            self.pool,
-            naming=NAMING,
-            config=WriteConfig(**config),
+            layout=LAYOUT,
+            identity=IDENTITY,
+            block_tokens=LAYOUT.block_tokens,
+            threads_per_store=4,
+            max_extra_threads=4,
+            slice_pages=piece_blocks or max(1, num_pages // 4),
+            overlaps=True,
             clock=clock,
             metrics=self.metrics,
         )
+        fuse = {"breaker_failures": 1000, **(breaker or {})}
+        caller = Caller(self.worker, ["pool"], identity=IDENTITY, clock=clock, metrics=self.metrics, **fuse)
+        self.worker.deliver = caller.deliver
+        self.slices = Rows(caller, "pool", config=WriteConfig(**config))
 
     def write(self, num_blocks: int, start: int = 0, **options: Any) -> Reached:
         """Write blocks from the slots of the same numbers."""
@@ -159,8 +167,8 @@ class Rig:
         if isinstance(self.store, HangingStore):
             self.store.release()
             assert self.store.spoiled == []
-        assert self.calls.close(PATIENCE_S)
-        assert self.pool.num_held == 0, "pages were not given back"
+        assert self.worker.close(PATIENCE_S)
+        assert self.worker.num_held_pages == 0, "pages were not given back"
         self.store.close()
 
 
@@ -302,9 +310,9 @@ class Watching(MemoryStore):
         return super().get_into(pages, deadline=deadline)
 
 
-def test_the_next_slice_is_gathered_and_sealed_while_one_is_put_and_put_after_it(rig: Callable[..., Rig]) -> None:
+def test_the_next_piece_is_gathered_and_sealed_while_one_is_put_and_put_after_it(rig: Callable[..., Rig]) -> None:
     store = Watching()
-    one = rig(store, slice_blocks=3)
+    one = rig(store, piece_blocks=3)
 
     def next_is_sealed(blocks: list[int]) -> None:
         if blocks[-1] < 8:  # hangs, and so fails, unless it is done meanwhile
@@ -320,9 +328,9 @@ def _sealed(staging: BytesStaging, slots: Sequence[int]) -> bool:
     return all(slot in pages and bytes(staging.pages[pages[slot]][:4]) == b"HWPG" for slot in slots)
 
 
-def test_the_next_slice_is_on_its_way_while_one_is_scattered(rig: Callable[..., Rig]) -> None:
+def test_the_next_piece_is_on_its_way_while_one_is_scattered(rig: Callable[..., Rig]) -> None:
     store = Watching()
-    one = rig(store, slice_blocks=3)
+    one = rig(store, piece_blocks=3)
     assert one.write(9).why is Why.WHOLE
 
     def next_was_asked(slot: int, page: int) -> None:
@@ -344,25 +352,24 @@ def test_a_put_that_hangs_costs_its_deadline_and_keeps_its_pages(
 ) -> None:
     hanging = HangingStore(MemoryStore(4 << 20))
     one = rig(hanging, num_pages=16, slice_blocks=3, slice_timeout_s=0.2, total_timeout_s=5.0)
-    assert one.write(2).why is Why.WHOLE
     hanging.hang("put", times=1)
     caplog.clear()
     deadline_s = time.monotonic() + 0.2
-    assert one.write(6) == Reached(0, Why.SLICE_TIMEOUT, "it did not return in time")
+    assert one.write(6) == Reached(0, Why.SLICE_TIMEOUT, HUNG)
     assert time.monotonic() <= deadline_s + SLACK_S
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert one.pool.num_held == 3
-    quarantined = {page for _, page in one.staging.gathered[2:5]}
+    assert one.worker.num_held_pages == 3
+    quarantined = {page for _, page in one.staging.gathered[:3]}
     one.staging.touched.clear()
     for _ in range(10):  # everybody else goes on, with other pages
         assert one.write(6).why is Why.WHOLE
         assert one.read(6).why is Why.WHOLE
     assert quarantined.isdisjoint(one.staging.touched)
-    assert one.pool.num_held == 3
+    assert one.worker.num_held_pages == 3
     hanging.release()
-    wait_until(lambda: one.pool.num_held == 0)
+    wait_until(lambda: one.worker.num_held_pages == 0)
     for _ in range(10):
-        assert one.write(6).why is Why.WHOLE
+        assert one.read(6).why is Why.WHOLE
     assert quarantined & set(one.staging.touched)  # in use again
 
 
@@ -375,10 +382,10 @@ def test_a_get_that_hangs_costs_its_deadline_and_hits_nobody(rig: Callable[..., 
     assert one.read(6, timeout_s=0.2).why is Why.TOTAL_TIMEOUT
     assert time.monotonic() <= deadline_s + SLACK_S
     assert one.arrived(0)
-    assert one.pool.num_held == 3
+    assert one.worker.num_held_pages == 3
     before = one.staging.pages.copy()
     hanging.release()
-    wait_until(lambda: one.pool.num_held == 0)
+    wait_until(lambda: one.worker.num_held_pages == 0)
     assert (one.staging.pages != before).any()  # the late bytes came, into pages that nobody had
     assert one.arrived(0)
     assert one.read(9).why is Why.WHOLE
@@ -390,8 +397,8 @@ def test_a_hang_in_the_second_slice_keeps_the_first(rig: Callable[..., Rig]) -> 
     hanging = HangingStore(store)
     store.during = lambda blocks: hanging.hang("put", times=1)  # the next one
     one = rig(hanging, slice_blocks=3, slice_timeout_s=0.1)
-    assert one.write(9) == Reached(3, Why.SLICE_TIMEOUT, "it did not return in time")
-    assert one.pool.num_held == 3
+    assert one.write(9) == Reached(3, Why.SLICE_TIMEOUT, HUNG)
+    assert one.worker.num_held_pages == 3
 
 
 def test_the_device_may_raise(rig: Callable[..., Rig]) -> None:
@@ -402,11 +409,11 @@ def test_the_device_may_raise(rig: Callable[..., Rig]) -> None:
             raise RuntimeError(f"slot {slot}")
 
     one.staging.on_gather = raises
-    assert one.write(9) == Reached(6, Why.ERROR, "the device raised RuntimeError: slot 7")
+    assert one.write(9) == Reached(6, Why.ERROR, "RuntimeError: slot 7")
     one.staging.on_gather = None
     assert one.write(9).why is Why.WHOLE
     one.staging.on_scatter = raises
-    assert one.read(9) == Reached(6, Why.ERROR, "the device raised RuntimeError: slot 39")
+    assert one.read(9) == Reached(6, Why.ERROR, "RuntimeError: slot 39")
 
 
 def test_an_error_ahead_is_not_the_answer_if_what_is_before_it_failed(rig: Callable[..., Rig]) -> None:
@@ -430,7 +437,7 @@ def test_who_is_cancelled_keeps_what_is_there(rig: Callable[..., Rig]) -> None:
     num_written = one.write(0).num_blocks + len(store.names())
     assert num_written in (4, 6)  # the piece that was ready when it was cancelled may go, or not
     assert one.read(10, stopped=stop.is_set) == Reached(0, Why.CANCELLED, "nobody wants the rest")
-    assert one.calls.close()
+    assert one.worker.close()
     assert one.write(3).why is Why.CANCELLED
     assert one.read(3).why is Why.CANCELLED
 
@@ -438,7 +445,7 @@ def test_who_is_cancelled_keeps_what_is_there(rig: Callable[..., Rig]) -> None:
 def test_a_store_that_is_left_alone_costs_nothing(rig: Callable[..., Rig]) -> None:
     clock = FakeClock()
     hanging = HangingStore(MemoryStore(4 << 20, clock=clock))
-    one = rig(hanging, clock=clock, slice_blocks=2, calls={"breaker_failures": 2, "breaker_pause_s": 5.0})
+    one = rig(hanging, clock=clock, slice_blocks=2, breaker={"breaker_failures": 2, "breaker_pause_s": 5.0})
     assert one.write(6).why is Why.WHOLE
     hanging.dead = True
     assert [one.write(6).why, one.read(6).why] == [Why.ERROR] * 2
@@ -460,7 +467,7 @@ def test_nobody_waits_for_pages_that_stuck_calls_keep(rig: Callable[..., Rig]) -
     one = rig(hanging, num_pages=2, slice_blocks=2, slice_timeout_s=20.0, total_timeout_s=20.0)
     hanging.hang("put")
     assert one.write(2, timeout_s=0.05).why is Why.TOTAL_TIMEOUT
-    assert one.write(2) == Reached(0, Why.STORE_DOWN, "its calls keep the pages")
+    assert one.write(2) == Reached(0, Why.STORE_DOWN, "the pool's calls keep all pages")
     assert one.read(1) == Reached(0, Why.INCOMPLETE, "block 0: miss")  # a page is kept for reads
 
 
@@ -516,9 +523,10 @@ def test_a_tier_that_gives_nothing_but_bad_pages_is_switched_off(rig: Callable[.
             store.frames[name] = bytes(len(store.frames[name]))
         assert one.read(9).why is Why.INCOMPLETE
     num_calls = len(store.calls)
-    assert one.read(9) == Reached(0, Why.STORE_DOWN, "nothing but bad pages came from it")
+    assert one.read(9) == Reached(0, Why.STORE_DOWN, "pool is off: nothing but bad pages came from it")
     assert len(store.calls) == num_calls
-    one.slices.reader.switch_on()
+    assert one.worker.revive("pool")
+    assert one.worker.drain(PATIENCE_S)  # it has said so
     assert one.write(9).why is Why.WHOLE
     assert one.read(9).why is Why.WHOLE
 

@@ -36,8 +36,8 @@ from headwater.engine.models.base import Model, Span
 from headwater.engine.request import Finish, Output, Request
 from headwater.engine.tokenizer import Tokenizer
 from headwater.index.slots import SlotState
-from headwater.serve.answer import Transcript
 from headwater.serve.logprobs import token_name
+from headwater.serve.transcript import Transcript
 from headwater.transfer.device.arena import create_kv_cache
 from headwater.transfer.executor.worker import Worker
 from serve_kit import WAIT_S, Served, serving
@@ -118,7 +118,7 @@ def questions(model: Model, tokenizer: Tokenizer) -> list[Question]:
         found.append(Question(COMPLETIONS, {"prompt": stem + text}, len(prompt), alone(model, prompt)))
     for text in TEXTS[1:4]:
         messages = [{"role": "system", "content": STEMS[0]}, {"role": "user", "content": text}]
-        prompt = tokenizer.encode_chat(messages)
+        prompt = tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
         found.append(Question(CHAT, {"messages": messages}, len(prompt), alone(model, prompt)))
     return found
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from headwater.build import open_local
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, MappedStore
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.stores import StoreTests
 
 LIMIT_BYTES = 8 << 20

@@ -14,10 +14,10 @@ from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import InvalidConfig, InvalidCopy, InvalidLayout, NotInstalled, ResourceClosed
 from headwater.integrations.vllm.registered import RegisteredCache
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KVLayout, opaque_layout
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device import copy, triton_copy
 from headwater.transfer.device.arena import create_kv_cache
 from headwater.transfer.device.triton_copy import PlaneTable, digest, gather, scatter
@@ -291,8 +291,8 @@ def test_tables_of_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("headwater.transfer.device.triton_copy", "headwater.transfer.device.xxh3"):
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("triton_copy", "copy_kernels", "xxh3"):
+        monkeypatch.delitem(sys.modules, f"headwater.transfer.device.{name}")
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(NotInstalled, match=r"the copy kernels need triton: pip install 'headwater\[cuda\]'"):
         importlib.import_module("headwater.transfer.device.triton_copy")

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from headwater.cli import app
 from headwater.core.errors import InvalidConfig
-from headwater.disagg import mover
-from headwater.disagg.outcome import Moved
+from headwater.core.events import Instruction
+from headwater.disagg.exports import Export
 from headwater.engine.connector import Connector
 from headwater.engine.handover import Handover
 from headwater.engine.request import Request, Taking
@@ -105,8 +105,14 @@ def lose_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "write_tail", lambda *_args, **_more: Moved(1))
-    monkeypatch.setattr(mover.Mover, "look", lambda _mover, prompt, **_more: Moved(prompt.num_blocks))
+    cut = Export._cut
+
+    def believe(self: Export, _now_s: float) -> list[Instruction]:
+        self._num_done = self.prompt.num_blocks
+        return self._end()
+
+    monkeypatch.setattr(Export, "_cut", lambda self: [row for row in cut(self) if not row.order.valid_tokens])
+    monkeypatch.setattr(Export, "_behind_rows", believe)
 
 
 def answer_nothing_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:

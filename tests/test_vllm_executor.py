@@ -29,7 +29,7 @@ from headwater.integrations.vllm.metadata import Orders
 from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ConnectorConfig, read_config
 from headwater.integrations.vllm.worker import WorkerSide
-from headwater.testing.processes import freeze
+from machines.processes import freeze
 from test_vllm_sides import ROOM_S, engine_of, plane, prompts, run
 from vllm_kit import FakeEngine, FakeRequest
 

@@ -35,8 +35,8 @@ from headwater.integrations.vllm.registered import RegisteredCache, say_planes
 from headwater.integrations.vllm.settings import ExecutorKind, read_config
 from headwater.integrations.vllm.worker import WorkerSide
 from headwater.storage.base import Deadline
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.transfer.executor.staging import TorchStaging
 from vllm_kit import SIZE, WIDTHS, FakeEngine, FakeRequest, Group
 from worker_kit import make_late

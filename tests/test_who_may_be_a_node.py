@@ -184,8 +184,8 @@ def test_a_router_without_a_key_takes_nobody_from_elsewhere(url: str) -> None:
     async def main() -> None:
         router = Router(RouterConfig(), metrics=Metrics())
         with pytest.raises(NodeRefused, match="--node-key-file"):
-            router.heard(beat("n", url=url))
-        assert router.heard(beat("n", url="http://127.0.0.1:1"))["came"] is HeartbeatKind.NEW
+            router.membership.heard(beat("n", url=url))
+        assert router.membership.heard(beat("n", url="http://127.0.0.1:1"))["came"] is HeartbeatKind.NEW
         await router.aclose()
 
     asyncio.run(main())
@@ -407,7 +407,7 @@ def test_nobody_answers_in_another_node_s_place(here: World, caplog: pytest.LogC
             here.until(doubted)
         assert here.complete(PROMPT).status_code == 502
     assert here.join(node, url=one.url).status_code == 200  # nobody is there any more, and nothing is proven by that
-    here.until(lambda: not here.router._greetings)
+    here.until(lambda: not here.router.membership._greetings)
     assert here.state()["nodes"][0]["doubted"]
     assert other.asked == []
     assert caplog.text.count("a is not trusted") == 1
@@ -594,7 +594,7 @@ def test_an_operator_drains_a_node_with_the_fleet_s_key(here: World, tmp_path: P
 
 
 def test_a_configuration_without_a_key_is_for_loopback() -> None:
-    from headwater.config import ServeConfig
+    from headwater.config.serve import ServeConfig
 
     given = NodeKey.random()
     wrong: list[dict[str, Any]] = [

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Part, is_writer, parts
 from headwater.layout.spec import DType, KVLayout, Plane, combine, declare_role
 from headwater.storage.base import Store
@@ -23,6 +22,7 @@ from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.layouts import randomise
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy import gather, scatter

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Copied, Event, JobDone, Load, Save
 from headwater.core.page import page_name
 from headwater.core.results import Reason, Status
 from headwater.layout.frame import Header, frame_bytes, parse
-from headwater.layout.samples import sample_layouts
 from headwater.layout.shard import Shard
 from headwater.storage.base import Store
 from headwater.storage.local import MappedStore
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
 from headwater.testing.pages import IDENTITY
+from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor import courtesy

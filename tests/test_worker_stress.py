@@ -15,13 +15,27 @@ import numpy as np
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
-from headwater.core.events import Cancel, Copied, Event, JobDone, JobFailed, Load, Probe, Promote, Save, StoreOff
+from headwater.config.stores import LocalStoreConfig
+from headwater.core.events import (
+    Cancel,
+    Copied,
+    Demote,
+    Event,
+    JobDone,
+    JobFailed,
+    Load,
+    Probe,
+    Promote,
+    Save,
+    StoreCopy,
+    StoreOff,
+)
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, OpaqueStore
+from headwater.storage.wrappers import OpaqueStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Rig, key, keys
 
 NUM_JOBS = 300
@@ -73,7 +87,7 @@ class Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.orders: dict[int, Load | Save | Probe | Promote] = {}
+        self.orders: dict[int, Load | Save | Probe | StoreCopy] = {}
         self.where: dict[int, tuple[int, int]] = {}  # a job's chain and first depth
         self.left: dict[int, bytes] = {}  # slots of loads, as they were at the end
         self.wrong: list[str] = []
@@ -140,7 +154,7 @@ def test_each_job_ends_once_and_no_byte_is_wrong(seed: int, shm: Path, tmp_path:
             "keys": keys(chain, length, start),
             "deadline_s": time.monotonic() + within_s,
         }
-        kind = chance.choice([Probe, Load, Load, Save, Save, Promote])
+        kind = chance.choice([Probe, Load, Load, Save, Save, Promote, Demote])
         if kind is Save:
             facts |= {"slots": engine.slots(length), "parent": key(chain, start - 1), "depth": start}
             facts["tenant"] = bytes(16)
@@ -148,8 +162,12 @@ def test_each_job_ends_once_and_no_byte_is_wrong(seed: int, shm: Path, tmp_path:
                 rig.staging.device[slot] = payload(chain, start + i)
         elif kind is Load:
             facts["slots"] = engine.slots(length)
-        elif kind is Promote:
+        elif kind in (Promote, Demote):
             facts["target"] = chance.choice([other for other in stores if other != store])
+        if kind is Demote:
+            facts["parent"] = key(chain, start - 1)
+        if kind in (Save, Demote):
+            facts["after"] = chance.choice([0, max(0, number - chance.randrange(1, 6))])
         engine.orders[number] = kind(**facts)
         rig.submit(engine.orders[number])
         if chance.random() < 0.1:

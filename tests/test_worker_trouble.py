@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
@@ -28,8 +28,9 @@ from headwater.core.events import (
 from headwater.core.results import Reason
 from headwater.storage.local import LocalStore, directory
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore, WrapperStore
+from headwater.storage.wrappers import WrapperStore
 from headwater.testing.device import BytesStaging
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.worker import Worker
 from worker_kit import FRAME_BYTES, LAYOUT, PATIENCE_S, Gate, OddStore, Rig, Unheard, keys, odd, rigs, wait_until
@@ -313,7 +314,7 @@ def test_a_listener_that_raises_or_submits_disturbs_nobody(
 
 def test_what_is_not_the_hands_work_is_refused_whole(make: Callable[..., Rig]) -> None:
     rig = make({"host": OddStore(), "disk": OddStore()})
-    late = {"deadline_s": time.monotonic() + PATIENCE_S}
+    late: dict[str, Any] = {"deadline_s": time.monotonic() + PATIENCE_S}
     good = Probe(job=1, store="host", keys=keys(1, 1), **late)
     bad: list[tuple[Sequence[Instruction], str]] = [
         ([good, Granted(request="r", slots=())], "not the executor's work"),

@@ -10,20 +10,19 @@ import pytest
 
 import headwater
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, Store
-from headwater.storage.bounded import BoundedStore
-from headwater.storage.calls import Calls
 from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
-from headwater.storage.wrappers import DelayStore, Faults, FaultyStore, OpaqueStore, WrapperStore
+from headwater.storage.wrappers import OpaqueStore, WrapperStore
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
 from headwater.testing.pages import PLANE_BYTES, SEALED_AT_MS, sample_chain
-from headwater.testing.stores import StoreTests, past, put, read, soon
+from headwater.testing.stores import StoreTests, past, soon
 
 LIMIT_BYTES = 8 << 20
 WRAPPERS: dict[str, Callable[[Store], Store]] = {
@@ -127,24 +126,15 @@ def test_a_wrapper_must_say_what_becomes_of_the_other_ways() -> None:
 def test_every_wrapper_that_is_shipped_is_tried_here() -> None:
     """Or is one of those with tests of their own, because they are no ordinary stores."""
     for module in pkgutil.walk_packages(headwater.__path__, "headwater."):
-        if ".storage." in module.name or ".testing.hanging" in module.name:
+        if ".storage." in module.name or module.name == "headwater.testing.faulty_stores":
             importlib.import_module(module.name)
 
     def below(kind: type[Store]) -> set[type[Store]]:
         return {kind}.union(*map(below, kind.__subclasses__()))
 
-    shipped = {one.__name__ for one in below(WrapperStore) if one.__module__.startswith("headwater.storage")}
+    shipped = {
+        one.__name__
+        for one in below(WrapperStore)
+        if one.__module__.startswith(("headwater.storage", "headwater.testing"))
+    }
     assert shipped == {"WrapperStore", "OpaqueStore", "DelayStore", "FaultyStore", "ReshardedStore"}
-
-
-def test_a_bounded_store_has_no_other_way() -> None:
-    """Its bytes go through memory of the call's own, and each answer is bounded: neither can be said of other ways."""
-    odd = Registered()
-    with odd:
-        calls = Calls(odd)
-        bounded = BoundedStore(calls)
-        assert (bounded.addressable(), bounded.cached_names(), bounded.registering()) == (None, None, None)
-        assert bounded.interruptible
-        assert put(bounded, sample_chain(1, 2)) == [Status.STORED] * 2
-        assert read(bounded, sample_chain(1, 2)) == [Status.HIT] * 2
-        assert calls.close()

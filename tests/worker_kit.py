@@ -11,6 +11,7 @@ from typing import Any
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -232,6 +233,20 @@ class Rig:
     ) -> int:
         facts = {"slots": tuple(slots), "parent": key(chain, start - 1), "depth": start, "tenant": TENANT}
         return self._job(Save, store, keys(chain, len(slots), start), within_s, **facts)
+
+    def demote(
+        self,
+        num_blocks: int,
+        target: str,
+        *,
+        chain: int = 1,
+        start: int = 0,
+        store: str = "host",
+        after: int = 0,
+        within_s: float = PATIENCE_S,
+    ) -> int:
+        facts = {"target": target, "parent": key(chain, start - 1), "after": after}
+        return self._job(Demote, store, keys(chain, num_blocks, start), within_s, **facts)
 
     def promote(
         self,

@@ -23,7 +23,9 @@ PAGE = (Path(__file__).parent.parent / "docs" / "VLLM.md").read_text(encoding="u
 
 
 def lines() -> list[str]:
-    return [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.strip().splitlines()]
+    """The commands of the page, each on one line: what is indented goes on with the line before it."""
+    blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    return [line for block in blocks for line in re.sub(r"\n +", " ", block).strip().splitlines()]
 
 
 def test_every_option_is_told_and_every_one_that_is_told_exists() -> None:

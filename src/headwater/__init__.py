@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headwater.attention_store import AttentionStore
     from headwater.build import CacheTiers, open_local, open_pool, open_tiered_cache
     from headwater.cache.cache import TieredCache
-    from headwater.config import LocalStoreConfig
+    from headwater.config.stores import LocalStoreConfig
     from headwater.core.errors import HeadwaterError, InvalidInput, StoreError
     from headwater.core.identity import CacheIdentity, config_digest
     from headwater.core.keys import block_keys
@@ -32,7 +32,7 @@ _ROOMS: Final = {
     "HeadwaterError": "core.errors",
     "InvalidInput": "core.errors",
     "KVLayout": "layout.spec",
-    "LocalStoreConfig": "config",
+    "LocalStoreConfig": "config.stores",
     "StoreError": "core.errors",
     "TieredCache": "cache.cache",
     "block_keys": "core.keys",

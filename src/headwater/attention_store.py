@@ -5,10 +5,10 @@ made here. Counts are from `start_block`: `match(tokens, start_block=8).num_bloc
 are there, and nothing of those before. Full blocks only: a partial tail is its reader's own, and enters no shared index
 (rule 9).
 
-It joins rooms and decides nothing: names come from `core/`, bytes go through `transfer/executor/slices.py`, a store
-that blocks is bounded by `storage/calls.py`, and the cluster hears through a `MoveListener`. What `write` saw
-durable and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other
-tiers only the engine knows, and says with `flush_index`.
+It joins rooms and decides nothing: names come from `core/`, bytes are moved by an executor (`transfer/executor/`) with
+one store and no brain, and the cluster hears through a `MoveListener`. What `write` saw durable
+and `read` saw verified is told as being in the store's tier, exactly that and no more; what is in the other tiers only
+the engine knows, and says with `flush_index`.
 
 Index-only: no data goes to the store or comes from it, and it is not even asked; `match`, `read` and `write` say so,
 `flush_index` works. So an index can be kept true for a router where nobody has a pool.
@@ -16,11 +16,12 @@ Index-only: no data goes to the store or comes from it, and it is not even asked
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from threading import Condition
 from types import TracebackType
 from typing import Final, Self
 
-from headwater.config import WriteConfig, write_config
+from headwater.config.environment import write_config
+from headwater.config.writes import WriteConfig
+from headwater.core.breaker import MAX_PAUSE_S
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import MoveListener, Removed, Stored
 from headwater.core.identity import CacheIdentity
@@ -29,28 +30,29 @@ from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.residency.events import TIERS
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.storage.calls import Calls
-from headwater.storage.pending import CallEnd
-from headwater.transfer.executor.pages import PagePool
-from headwater.transfer.executor.row import Reached, Why
-from headwater.transfer.executor.slices import Slices
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
+from headwater.transfer.executor.caller import Caller
+from headwater.transfer.executor.rows import Rows
+from headwater.transfer.executor.sliced import Reached, Why
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.tier import Naming
+from headwater.transfer.executor.worker import Worker
 
+_TIER: Final = "pool"  # what the store is called, in events and counters
+_SHARE: Final = 4  # a slice takes at most one of so many parts of the pages: two are in use, and others come too
+_THREADS: Final = 4  # that call the store, and as many more for those that hang
 _INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
 
 
 class AttentionStore:
     """One identity's blocks on one device (or on one rank of it), and a store. Several threads may use it at once.
 
-    Owns neither store nor staging, but the threads that call the store: close it before them. The pages of `staging`
-    must be its alone.
+    Owns neither store nor staging, but the executor that moves blocks between them: close it before them. The pages of
+    `staging` must be its alone.
     """
 
     def __init__(
         self,
-        store: Store | Calls | None,
+        store: Store | None,
         staging: Staging | None,
         *,
         identity: CacheIdentity,
@@ -61,12 +63,15 @@ class AttentionStore:
         config: WriteConfig | None = None,
         index_only: bool = False,
         match_timeout_s: float = 1.0,
+        breaker_failures: int = 3,
+        breaker_pause_s: float = 1.0,
+        breaker_max_pause_s: float = MAX_PAUSE_S,
         clock: Clock = SYSTEM_CLOCK,
         metrics: Metrics | None = None,
     ) -> None:
         """`layout`, `shard` and `part` are those of a page; `config` None: as the environment says, read now.
 
-        `store` may be a Calls that several share: one breaker then stands before them all, and it is not closed here.
+        After `breaker_failures` in a row the store is left alone for a while, and then asked by one call at a time.
         Index-only there is no store, and there has to be a residency. Raises InvalidConfig and InvalidInput.
         """
         if layout.block_tokens != identity.block_tokens:
@@ -85,20 +90,44 @@ class AttentionStore:
         self.identity = identity
         self._residency = residency
         self._match_timeout_s = match_timeout_s
-        self._clock = clock
         self._closed = False
-        self._naming = Naming(identity=identity.digest, layout=layout, shard=shard, part=part)
-        self._calls: Calls | None = None
-        self._slices: Slices | None = None
-        self._owns_calls = not isinstance(store, Calls)
+        self._worker: Worker | None = None
+        self._rows: Rows | None = None
         config = config if config is not None else write_config()
         if store is None or staging is None:
             return
-        self._calls = store if isinstance(store, Calls) else Calls(store, clock=clock, metrics=metrics)
-        pool = PagePool(staging.num_pages, [self._calls.name], Condition())
-        self._slices = Slices(
-            self._calls, staging, pool, naming=self._naming, config=config, clock=clock, metrics=metrics
+        self._worker = worker = Worker(
+            {_TIER: store},
+            staging,
+            layout=layout,
+            identity=identity.digest,
+            block_tokens=layout.block_tokens,
+            shard=shard,
+            part=part,
+            clock=clock,
+            metrics=metrics,
+            threads_per_store=_THREADS,
+            max_extra_threads=_THREADS,
+            slice_pages=max(1, staging.num_pages // _SHARE),
+            overlaps=True,
         )
+        caller = Caller(
+            worker,
+            [_TIER],
+            identity=identity.digest,
+            breaker_failures=breaker_failures,
+            breaker_pause_s=breaker_pause_s,
+            breaker_max_pause_s=breaker_max_pause_s,
+            clock=clock,
+            metrics=metrics,
+        )
+        worker.deliver = caller.deliver
+        self._rows = Rows(caller, _TIER, config=config)
+
+    @property
+    def num_held_pages(self) -> int:
+        """Staging pages in use, those included that calls which do not return keep."""
+        return self._worker.num_held_pages if self._worker is not None else 0
 
     @property
     def block_tokens(self) -> int:
@@ -119,17 +148,10 @@ class AttentionStore:
         Blocks until `timeout_s` (`match_timeout_s`) at most. `salt`: a tenant's, the identity's own unless given.
         """
         self._require_open()
-        if self._calls is None:
+        if self._rows is None:
             return _INDEX_ONLY
         keys, _, _ = self._path(tokens, start_block, None, extras, salt)
-        names = [self._naming.name(key) for key in keys[start_block:]]
-        deadline = Deadline.after(self._match_timeout_s if timeout_s is None else timeout_s, self._clock)
-        call = self._calls.contains(names, deadline=deadline)
-        there = call.wait()
-        if call.end is not CallEnd.ANSWERED:
-            return Reached(0, _MATCH_ENDS[call.end or CallEnd.LATE], call.why)
-        num_blocks = there.index(False) if False in there else len(there)
-        return Reached(num_blocks, Why.WHOLE if num_blocks == len(there) else Why.INCOMPLETE)
+        return self._rows.probe(keys[start_block:], timeout_s=self._match_timeout_s if timeout_s is None else timeout_s)
 
     def read(
         self,
@@ -144,14 +166,14 @@ class AttentionStore:
     ) -> Reached:
         """Read blocks `start_block`, `start_block` + 1, ... into `slots`, verified; stops at the first it cannot have.
 
-        Blocks: see `Slices.read`. Raises InvalidInput where the tokens do not fill the blocks.
+        Blocks: see `Rows.read`. Raises InvalidInput where the tokens do not fill the blocks.
         """
         self._require_open()
-        if self._slices is None:
+        if self._rows is None:
             return _INDEX_ONLY
         keys, parent, _ = self._path(tokens, start_block, len(slots), extras, salt)
         row = keys[start_block:]
-        reached = self._slices.read(row, slots, depth=start_block, timeout_s=timeout_s, stopped=stopped)
+        reached = self._rows.read(row, slots, depth=start_block, timeout_s=timeout_s, stopped=stopped)
         self._tell_came(row[: reached.num_blocks], parent, start_block)
         return reached
 
@@ -168,15 +190,15 @@ class AttentionStore:
     ) -> Reached:
         """Write blocks `start_block`, `start_block` + 1, ... from `slots`, in slices, and say how many are durable.
 
-        Only positions that were really computed may be named (rule 1). Blocks: see `Slices.write`. Raises InvalidInput
+        Only positions that were really computed may be named (rule 1). Blocks: see `Rows.write`. Raises InvalidInput
         where the tokens do not fill the blocks.
         """
         self._require_open()
-        if self._slices is None:
+        if self._rows is None:
             return _INDEX_ONLY
         keys, parent, tenant = self._path(tokens, start_block, len(slots), extras, salt)
         row = keys[start_block:]
-        reached = self._slices.write(
+        reached = self._rows.write(
             row, slots, parent=parent, depth=start_block, tenant=tenant, timeout_s=timeout_s, stopped=stopped
         )
         self._tell_came(row[: reached.num_blocks], parent, start_block)
@@ -217,7 +239,7 @@ class AttentionStore:
     def close(self, timeout_s: float = 10.0) -> bool:
         """End the threads; idempotent. False: a store's call has not returned, so store and staging must stay."""
         self._closed = True
-        return self._calls.close(timeout_s) if self._calls is not None and self._owns_calls else True
+        return self._worker is None or self._worker.close(timeout_s)
 
     def __enter__(self) -> Self:
         """Return self; it closes itself at the end of the block."""
@@ -248,18 +270,9 @@ class AttentionStore:
         return keys, keys[start - 1] if start else identity.root, identity.tenant
 
     def _tell_came(self, keys: Sequence[BlockKey], parent: BlockKey, depth: int) -> None:
-        if keys and self._residency is not None and self._calls is not None:
-            self._residency.offer([Stored(tier=self._calls.name, keys=tuple(keys), parent=parent, depth=depth)])
+        if keys and self._residency is not None:
+            self._residency.offer([Stored(tier=_TIER, keys=tuple(keys), parent=parent, depth=depth)])
 
     def _require_open(self) -> None:
         if self._closed:
             raise ResourceClosed("the attention store is closed")
-
-
-_MATCH_ENDS: Final = {
-    CallEnd.LATE: Why.TOTAL_TIMEOUT,
-    CallEnd.RAISED: Why.ERROR,
-    CallEnd.LEFT_ALONE: Why.STORE_DOWN,
-    CallEnd.NO_THREAD: Why.STORE_DOWN,
-    CallEnd.CLOSED: Why.CANCELLED,
-}

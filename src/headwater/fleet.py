@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from headwater import fleet_guardian
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role

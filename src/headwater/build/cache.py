@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor, Recorder
 from headwater.cache.state import Brain
-from headwater.config import (
-    MEMORY_URL,
-    CacheConfig,
-    ResidencyConfig,
-)
+from headwater.config.cache import CacheConfig
+from headwater.config.residency import MEMORY_URL, ResidencyConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import parts
@@ -44,11 +41,14 @@ def open_cache(
     clock: Clock = SYSTEM_CLOCK,
     metrics: Metrics | None = None,
     recorder: Recorder | None = None,
+    views: Mapping[str, Store] | None = None,
+    threads_per_store: int = 2,
 ) -> TieredCache:
     """A cache for one engine: the brain, and threads that move its blocks between `staging`'s device and the stores.
 
     `stores` are those of `config.tiers`, by name; they stay the caller's, and outlive the cache. Without any, `staging`
-    may be None. `identity` is the digest of the CacheIdentity. Raises InvalidConfig if tiers and stores do not fit.
+    may be None. `views` are stores that the brain does not know: for who shares its executor. `identity` is the digest
+    of the CacheIdentity. Raises InvalidConfig if tiers and stores do not fit.
     """
     names = [tier.name for tier in config.tiers]
     if sorted(names) != sorted(stores):
@@ -61,7 +61,14 @@ def open_cache(
         raise InvalidConfig("stores need staging: host pages through which blocks travel")
     block_tokens = config.block_tokens
     worker = Worker(
-        stores, staging, layout=layout, identity=identity, block_tokens=block_tokens, clock=clock, metrics=metrics
+        {**stores, **(views or {})},
+        staging,
+        layout=layout,
+        identity=identity,
+        block_tokens=block_tokens,
+        clock=clock,
+        metrics=metrics,
+        threads_per_store=threads_per_store,
     )
     cache = TieredCache(brain, worker, clock=clock, metrics=metrics, recorder=recorder)
     worker.deliver = cache.deliver

@@ -1,24 +1,20 @@
 """An engine with all that belongs to it, of every role."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from headwater.cache.cache import TieredCache
-from headwater.config import (
-    CacheConfig,
-    ResidencyConfig,
-    ServeConfig,
-    default_node,
-    pool_kind,
-)
+from headwater.config.cache import CacheConfig
+from headwater.config.environment import default_node
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import ServeConfig
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.handoff import PoolReceiver, PoolSender
-from headwater.disagg.mover import Mover
 from headwater.disagg.protocol import Ticket
-from headwater.layout.frame import frame_bytes
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
 from headwater.residency.publisher import Publisher
@@ -26,7 +22,7 @@ from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
-from headwater.transfer.executor.tier import Naming
+from headwater.transfer.executor.caller import BESIDE, Caller
 
 if TYPE_CHECKING:
     import torch
@@ -37,16 +33,16 @@ if TYPE_CHECKING:
     from headwater.engine.request import Defaults
     from headwater.engine.tokenizer import Tokenizer
     from headwater.layout.spec import KVLayout
-    from headwater.transfer.device.arena import DeviceCache
 from headwater.build.cache import open_cache, open_publisher, open_recorder
-from headwater.build.stores import POOL_TIER, open_host_pages, open_tiers
+from headwater.build.stores import POOL_TIER, open_tiers
 from headwater.build.tiered import open_staging
 
 _CPU_BYTES: Final = 1 << 30  # of KV on a CPU, where nobody said how many
 _GPU_SHARE: Final = 0.85  # of a GPU's free memory, the same
-_HANDOFF_BYTES: Final = 256 << 20  # of host memory through which blocks are handed over, at most
-_HANDOFF_LANES: Final = 4  # prompts that are handed over at once; others wait
-_LANE_PAGES: Final = 16  # at most, of host memory for each of them
+_VIEW_TIER: Final = "pool_tp"  # what others wrote to the pool, at other tensor-parallel sizes
+_HANDOFF_THREADS: Final = (
+    4  # that call each store where prompts are handed over: one that hangs is not another's affair
+)
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
@@ -129,6 +125,8 @@ def open_engine(
                 identity=model.identity.digest,
                 metrics=metrics,
                 recorder=recorder,
+                views=_open_views(config, model, stores, metrics),
+                threads_per_store=2 if config.role is Role.MIXED else _HANDOFF_THREADS,
             )
         )
         publisher = None
@@ -139,9 +137,7 @@ def open_engine(
         stack.callback(cache.drain, _DRAIN_S)
         handoffs = receiver = None
         if config.role is not Role.MIXED:
-            handoffs, receiver = _open_handoffs(
-                config, stack, model, planes, stores[POOL_TIER], publisher=publisher, metrics=metrics
-            )
+            handoffs, receiver = _open_handoffs(config, cache, model, publisher=publisher, metrics=metrics)
         limits = EngineConfig(
             max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
         )
@@ -150,50 +146,38 @@ def open_engine(
 
 
 def _open_handoffs(
-    config: ServeConfig,
-    stack: ExitStack,
-    model: "Model",
-    planes: "DeviceCache",
-    store: Store,
-    *,
-    publisher: Publisher | None,
-    metrics: Metrics,
+    config: ServeConfig, cache: TieredCache, model: "Model", *, publisher: Publisher | None, metrics: Metrics
 ) -> "tuple[Handoffs, PoolReceiver | None]":
-    """What a prefill or a decode node hands KV over with: pages of its own, in lanes, between device and pool."""
+    """What a prefill or a decode node hands KV over with: jobs beside the cache's own, on its executor."""
     from headwater.engine.handoffs import Handoffs
-    from headwater.transfer.executor.staging import TorchStaging  # with torch, as the engine
 
     layout, identity, kind = model.layout, model.identity, pool_kind(config.pool or "")
-    page = frame_bytes(layout.plane_bytes)
-    num_pages = _HANDOFF_LANES * max(1, min(_LANE_PAGES, _HANDOFF_BYTES // (_HANDOFF_LANES * page)))
-    pages = open_host_pages(page, num_pages, metrics=metrics)
-    if pages is None:
-        raise InvalidConfig(f"a {config.role} node needs {num_pages * page} bytes of host memory to hand KV over")
-    stack.enter_context(pages)
-    if (registering := store.registering()) is not None:
-        registering.register(pages.memory)
-    staging = stack.enter_context(TorchStaging(planes, pages))
-    naming = Naming(identity=identity.digest, layout=layout)
-    others = [size for size in SIZES if size != 1]
-    view = ReshardedStore(
-        store, layout, parts(layout, 0, 1)[0], identity=identity.digest, sizes=others, metrics=metrics
-    )
-    mover = Mover(store, staging, naming=naming, view=view, num_lanes=_HANDOFF_LANES, metrics=metrics)
-    stack.callback(mover.close)
+    executor = cache.share_executor(lambda event: caller.hears(event))
+    caller = Caller(executor, [POOL_TIER, _VIEW_TIER], identity=identity.digest, first_job=BESIDE, metrics=metrics)
     sender = receiver = None
     if config.role is Role.PREFILL:
-        sender = PoolSender([mover], identity=identity, layout=layout, pool=kind, residency=publisher)
+        sender = PoolSender(caller, identity=identity, layout=layout, pool=kind, store=POOL_TIER, residency=publisher)
     else:
-        receiver = PoolReceiver([mover], identity=identity, layout=layout, pool=kind, residency=publisher)
-    handoffs = Handoffs(
-        block_tokens=layout.block_tokens,
-        sender=sender,
-        receiver=receiver,
-        tier=POOL_TIER,
-        num_threads=config.max_running,
-    )
-    stack.callback(handoffs.close)
-    return handoffs, receiver
+        receiver = PoolReceiver(
+            caller,
+            identity=identity,
+            layout=layout,
+            pool=kind,
+            store=POOL_TIER,
+            view=_VIEW_TIER,
+            residency=publisher,
+        )
+    return Handoffs(block_tokens=layout.block_tokens, sender=sender, receiver=receiver, tier=POOL_TIER), receiver
+
+
+def _open_views(config: ServeConfig, model: "Model", stores: Mapping[str, Store], metrics: Metrics) -> dict[str, Store]:
+    """What nodes of other tensor-parallel sizes wrote to the pool, as pages of this one's, for who takes them over."""
+    if config.role is Role.MIXED:
+        return {}
+    layout, digest = model.layout, model.identity.digest
+    others = [size for size in SIZES if size != 1]
+    part = parts(layout, 0, 1)[0]
+    return {_VIEW_TIER: ReshardedStore(stores[POOL_TIER], layout, part, identity=digest, sizes=others, metrics=metrics)}
 
 
 def _require_room(

@@ -5,12 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headwater.config import (
-    DISK_BYTES,
-    HOST_BYTES,
-    LocalStoreConfig,
-    pool_kind,
-)
+from headwater.config.serve import DISK_BYTES, HOST_BYTES
+from headwater.config.stores import LocalStoreConfig, pool_kind
 from headwater.core.errors import HostTierUnavailable, InvalidConfig, NotInstalled, StoreError
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store

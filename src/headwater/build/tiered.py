@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from headwater.build.cache import open_cache
 from headwater.build.stores import Tiers, open_host_pages, open_tiers
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
 from headwater.layout.frame import frame_bytes

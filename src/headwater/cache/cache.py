@@ -15,7 +15,7 @@ slots until they are released, have what they were told they have, and get no mo
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -166,21 +166,13 @@ class TieredCache(Shell):
             self._custody.named(request, num)
             return num
 
-    def wait_saved(
-        self, request: str, store: str, timeout_s: float, *, stopped: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Wait until no blocks of a request are on their way to a store. Blocks, until the time is over at most.
-
-        False: it was, or `stopped` says so; who changes its mind calls `wake`.
-        """
-        until_s = self._clock.monotonic() + timeout_s
+    def saving(self, request: str, store: str) -> bool:
+        """Whether blocks of a request are on their way to a store. Does not block."""
         with self._lock:
-            while self._saving(request, store):
-                left_s = until_s - self._clock.monotonic()
-                if left_s <= 0 or self._closed or stopped():
-                    return False
-                self._changed.wait(left_s)
-        return True
+            record = self.brain.requests.get(request)
+            return record is not None and any(
+                job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+            )
 
     def release(self, request: str) -> ev.Finished | None:
         """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""
@@ -247,12 +239,6 @@ class TieredCache(Shell):
             self._handle(arrived)
         self._custody.asked(request)
         return self.brain.view(request)
-
-    def _saving(self, request: str, store: str) -> bool:
-        record = self.brain.requests.get(request)
-        return record is not None and any(
-            job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
-        )
 
     def _progress(self, request: str) -> Progress:
         record = self.brain.requests.get(request)

@@ -5,10 +5,20 @@ from typing import Any, Final
 
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
+from headwater.core.breaker import Breaker
 from headwater.core.events import Instruction, Tell
+from headwater.core.keys import BlockKey
 from headwater.core.results import BAD_PAGE, PUT_HELD, STORE_TROUBLE, Reason, Status
 
 _GOOD: Final = PUT_HELD | {Status.HIT}
+_BREAKERS: Final = {  # which of a store's breakers a job is a call of
+    JobKind.PROBE: JobKind.PROBE,
+    JobKind.LOAD: JobKind.LOAD,
+    JobKind.SAVE: JobKind.SAVE,
+    JobKind.DEMOTE: JobKind.SAVE,
+}
+_WRITES: Final = frozenset({JobKind.SAVE, JobKind.DEMOTE, JobKind.PROMOTE})
+UNREAD: Final = Status.MISS  # of a Demote: its source did not give the block
 _PATIENCE_S: Final = 0.1  # a Probe that an engine gave up after this speaks against the store
 
 
@@ -48,8 +58,6 @@ class Jobs:
         **more: Any,
     ) -> JobRecord:
         """Write a job down, and what it queues: `num_bytes`, else all its blocks. A breaker's probe is used up."""
-        if kind is not JobKind.PROMOTE:
-            tier.breakers[kind].allows(now_s)
         if num_bytes is None:
             num_bytes = 0 if kind is JobKind.PROBE else (end - start) * self.block_bytes
         job = JobRecord(
@@ -63,6 +71,9 @@ class Jobs:
             alone=not tier.queued_load_bytes,
             **more,
         )
+        breaker = self._breaker(job)
+        if breaker is not None:
+            breaker.allows(now_s)
         self._jobs[job.job] = job
         self._next += 1
         self._queue(job, num_bytes)
@@ -79,18 +90,34 @@ class Jobs:
         """Tell the store's breaker how a job went.
 
         A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
+        A Demote is a write of its target's; one whose source gave nothing proves nothing.
         """
-        if job.kind is JobKind.PROMOTE:
+        breaker = self._breaker(job)
+        if breaker is None:
             return
-        breaker = self.tiers[job.store].breakers[job.kind]
+        kind = _BREAKERS[job.kind].value
         hesitant = job.kind is JobKind.PROBE and now_s - job.begun_s >= _PATIENCE_S  # the engine did not wait for it
-        if failure is Reason.CANCELLED and not hesitant:
+        unread = job.kind is JobKind.DEMOTE and results is not None and results[0] == UNREAD
+        if (failure is Reason.CANCELLED and not hesitant) or unread:
             breaker.unproven(now_s)
         elif failure is not None or _all_trouble(results or ()):
             if breaker.failed(now_s):
-                self._tell("tier_paused", tier=job.store, job=job.kind.value, why=str(failure or Reason.FAILED))
+                self._tell("tier_paused", tier=job.into, job=kind, why=str(failure or Reason.FAILED))
         elif breaker.succeeded():
-            self._tell("tier_resumed", tier=job.store, job=job.kind.value)
+            self._tell("tier_resumed", tier=job.into, job=kind)
+
+    def _breaker(self, job: JobRecord) -> Breaker | None:
+        """Whose word a job's end is; None: nobody's."""
+        kind = _BREAKERS.get(job.kind)
+        return None if kind is None else self.tiers[job.into].breakers[kind]
+
+    def writing(self, store: str, path: Sequence[BlockKey], start: int, end: int) -> Iterator[JobRecord]:
+        """Jobs that write some of a path's blocks [start, end) to a store, newest first."""
+        for job in reversed(self._jobs.values()):
+            at = max(start, job.start)
+            overlaps = job.kind in _WRITES and job.into == store and at < min(end, job.end)
+            if overlaps and job.keys[at - job.start] == path[at]:
+                yield job
 
     def facts(self) -> list[object]:
         """All that is under way, and the next number, for snapshots."""
@@ -115,6 +142,7 @@ class Jobs:
                 job.results,
                 job.begun_s,
                 job.alone,
+                job.after,
                 *(["stuck"] if job.stuck else []),
             ]
             for job in self
@@ -124,7 +152,7 @@ class Jobs:
         if job.kind is JobKind.LOAD:
             self.tiers[job.store].queued_load_bytes += num_bytes
         elif job.kind is not JobKind.PROBE:
-            self.tiers[job.target or job.store].queued_save_bytes += num_bytes
+            self.tiers[job.into].queued_save_bytes += num_bytes
 
     def _tell(self, kind: str, **facts: str) -> None:
         self.out.append(Tell(kind=kind, facts=tuple(facts.items())))

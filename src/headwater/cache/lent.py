@@ -12,7 +12,7 @@ from headwater.cache import snapshot
 from headwater.cache.placement import load_pays
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, SaveWhen
+from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey

@@ -65,7 +65,9 @@ class Loader:
         if failure is None:
             request.held[job.store] = bytearray(map(Status.HELD.__eq__, results))
         else:
-            request.unasked[job.store] = reason_of(Status.FAILED if failure is Reason.FAILED else Status.LATE)
+            request.unasked[job.store] = reason_of(
+                Status.FAILED if failure in (Reason.FAILED, Reason.DOWN) else Status.LATE
+            )
 
     def stop_probing(self, request: RequestRecord) -> None:
         """Who did not answer in time is not waited for."""

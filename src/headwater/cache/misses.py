@@ -11,7 +11,7 @@ from headwater.cache.lent import LentBrain
 from headwater.cache.match import BlockStatus
 from headwater.cache.records import RequestRecord
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig
+from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Final
 
+from headwater.cache.jobs import UNREAD
 from headwater.cache.match import DEVICE
 from headwater.cache.placement import TierState
 from headwater.cache.records import JobKind, JobRecord
@@ -21,11 +22,13 @@ from headwater.index.base import Victim
 
 _THERE: Final = {
     JobKind.SAVE: PUT_HELD,
+    JobKind.DEMOTE: PUT_HELD,
     JobKind.PROMOTE: PUT_HELD,
     JobKind.LOAD: frozenset({Status.HIT}),
 }
 _NOT_THERE: Final = {
     JobKind.SAVE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
+    JobKind.DEMOTE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
     JobKind.PROMOTE: frozenset({Status.NO_PARENT, Status.NO_ROOM, Status.REFUSED}),
     JobKind.LOAD: frozenset({Status.MISS, *BAD_PAGE}),
 }
@@ -71,6 +74,8 @@ class Moves:
                 self._fresh.append(Stored(tier=tier, keys=job.keys[at:end], parent=parent, depth=job.start + at))
             at = end
         bad = next((i for i, result in enumerate(results) if result not in there), None)
+        if bad is not None and job.kind is JobKind.DEMOTE and results[bad] == UNREAD:
+            self._went(job.store, (job.keys[bad],))
         if bad is None or results[bad] not in _NOT_THERE[job.kind]:
             return
         orphan = results[bad] == Status.NO_PARENT and job.start + bad > 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headwater.cache.records import JobKind
-from headwater.config import TierConfig
+from headwater.config.cache import TierConfig
 from headwater.core.breaker import Breaker, BreakerState
 
 _WEIGHT: Final = 0.2  # of the newest measurement

@@ -14,6 +14,7 @@ class JobKind(enum.StrEnum):
     PROBE = "probe"
     LOAD = "load"
     SAVE = "save"
+    DEMOTE = "demote"
     PROMOTE = "promote"
 
 
@@ -34,11 +35,17 @@ class JobRecord:
     cancelled: bool = False  # it was told to end
     stuck: bool = False  # a Load past its time whose copy has not ended
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
-    target: str | None = None  # of a Promote
-    pin: Hold | None = None  # of a Save: the blocks it reads
-    copied: bool = False  # a Save that has read them
+    target: str | None = None  # of a Demote or Promote
+    pin: Hold | None = None  # of a Save: the blocks it reads; of a Demote: the path that it is of, kept by nobody
+    copied: bool = False  # a Save that has read them; a Demote reads none
+    after: int = 0  # of a Save or Demote: the job that is to end before it
     slots: tuple[int, ...] = ()  # of a Load whose request left: not to be used before the job ends
     results: tuple[Status, ...] | None = None  # of a Load that ended before the one in front of it
+
+    @property
+    def into(self) -> str:
+        """The store that it writes to; of a Probe or a Load, the one that it asks."""
+        return self.target or self.store
 
 
 @dataclass(slots=True, kw_only=True)

@@ -57,6 +57,7 @@ class Shell:
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._announcer: ev.MoveListener | None = None
+        self._beside: Callable[[ev.Event], bool] | None = None
         self._custody = Custody()
         self._old = Custody()  # what brains before this one promised
         self._off: dict[str, str] = {}  # stores that are switched off, and why
@@ -68,6 +69,10 @@ class Shell:
 
     def deliver(self, event: ev.Event) -> None:
         """Hear what became of a job. For the executor; raises nothing, because nobody there could help."""
+        if self._beside is not None and self._beside(event):
+            return
+        if isinstance(event, ev.StoreOff | ev.StoreOn) and event.store not in self.tiers:
+            return
         with self._lock:
             try:
                 if not self._is_old(event):
@@ -77,6 +82,14 @@ class Shell:
                 self.metrics.event("event_refused", what=repr(event))
             self._changed.notify_all()
         self.notice()
+
+    def share_executor(self, hears: Callable[[ev.Event], bool]) -> Executor:
+        """Let somebody else give jobs to the executor too, with numbers that no brain has: `hears` is asked first.
+
+        It says whether an event was of its own jobs; it must neither block nor raise. To be called before any job.
+        """
+        self._beside = hears
+        return self._executor
 
     def announce(self, to: ev.MoveListener) -> None:
         """From now on, say which blocks come and go. To be called while nothing is known yet: it hears all or none."""
@@ -90,11 +103,6 @@ class Shell:
         """Something may have changed that no event tells: a load has begun to arrive. For the executor."""
         if self.on_change is not None:
             self.on_change()
-
-    def wake(self) -> None:
-        """Have everybody who waits here look again whether that makes sense."""
-        with self._lock:
-            self._changed.notify_all()
 
     # --- trouble ------------------------------------------------------------------------------------------------------
 

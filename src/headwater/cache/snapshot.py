@@ -109,8 +109,8 @@ def validate_jobs(brain: "Brain", loading: Collection[int]) -> None:
         waiting = job.request if job.request is not None and not job.request.gone else None
         assert waiting is None or brain.requests.get(waiting.request) is waiting, "a job of nobody"
         assert job.kind is not JobKind.LOAD or job.job in loading or waiting is None, "a lost load"
-        queued[f"{job.kind} {job.target or job.store}"] += job.num_bytes
+        queued[f"{job.kind} {job.into}"] += job.num_bytes
     for tier in brain.tiers.values():
-        saves = queued[f"{JobKind.SAVE} {tier.name}"] + queued[f"{JobKind.PROMOTE} {tier.name}"]
+        saves = sum(queued[f"{kind} {tier.name}"] for kind in (JobKind.SAVE, JobKind.DEMOTE, JobKind.PROMOTE))
         assert tier.queued_load_bytes == queued[f"{JobKind.LOAD} {tier.name}"], "loads do not add up"
         assert tier.queued_save_bytes == saves, "saves do not add up"

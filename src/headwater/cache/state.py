@@ -29,7 +29,7 @@ from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.saver import Saver
-from headwater.config import CacheConfig
+from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.events import Event, Instruction
@@ -292,7 +292,7 @@ class Brain:
     def _left(self, event: ev.Left) -> None:
         request = self._request(event.request)
         del self.requests[event.request]
-        request.gone = True  # its saves and promotions go on: the next turn may want them
+        request.gone = True  # its saves, demotions and promotions go on: the next turn may want them
         self.loader.stop_probing(request)
         locked: set[int] = set()
         for job in request.loads:
@@ -374,8 +374,8 @@ class Brain:
         if job.kind is JobKind.LOAD and whole:
             lag_s = event.now_s - job.begun_s - event.seconds if job.alone else None
             tier.loaded(event.num_bytes, event.seconds, lag_s, event.now_s)
-        elif job.kind is JobKind.SAVE and whole:
-            tier.saving.measured(event.num_bytes, event.seconds, event.now_s)
+        elif job.kind in (JobKind.SAVE, JobKind.DEMOTE) and whole:
+            self.tiers[job.into].saving.measured(event.num_bytes, event.seconds, event.now_s)
         self._end(job, event.results, None, event.now_s)
 
     def _job_failed(self, event: ev.JobFailed) -> None:
@@ -388,10 +388,12 @@ class Brain:
     def _end(self, job: JobRecord, results: tuple[Status, ...], failure: Reason | None, now_s: float) -> None:
         if not job.stuck:  # that was held against the store already
             self.jobs.judge(job, results, failure, now_s)
-        self.moves.ended(job, results, self.tiers[job.target or job.store])
+        self.moves.ended(job, results, self.tiers[job.into])
         request = job.request if job.request is not None and not job.request.gone else None
         if job.kind is JobKind.SAVE:
-            self.saver.ended(job, results, request, now_s)
+            self.saver.saved(job, results, request, now_s)
+        elif job.kind is JobKind.DEMOTE:
+            self.saver.demoted(job, results, request, now_s)
         elif job.kind is JobKind.LOAD:
             job.results = results
             self.slots.unquarantine(job.slots)

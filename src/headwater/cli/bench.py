@@ -1,30 +1,54 @@
 """`headwater bench`: measure, beside plain baselines."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from headwater.cli.options import Json, numbers, print_json
-from headwater.lab import draw
+from headwater.cli.options import Device, Json, numbers, print_json
+from headwater.lab import draw, draw_figures
+from headwater.lab.bench.report import BenchReport
 
 bench = typer.Typer(help="Measure, beside plain baselines, on this machine and now.", no_args_is_help=True)
+
+Shape = Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")]
+Lengths = Annotated[str, typer.Option(help="Prompt lengths, with commas.")]
+BlockTokens = Annotated[int, typer.Option(help="Tokens per block.")]
+StepTokens = Annotated[int, typer.Option(help="Tokens computed in one step.")]
+Rounds = Annotated[int, typer.Option(help="Repetitions.")]
+AnswerTokens = Annotated[int, typer.Option(help="Length of an answer.")]
+
+
+def _measure(
+    run: Callable[[draw.Tell], BenchReport],
+    *,
+    as_json: bool,
+    show: Callable[[BenchReport], None] = draw_figures.report,
+    right: str | None = None,
+) -> None:
+    """Run a benchmark and say what it found. Ends the command with 1 if a result that must hold does not."""
+    with draw.progress() as tell:
+        report = run(tell)
+    if as_json and "device" in report.notes:
+        draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
+    print_json(report.document()) if as_json else show(report)
+    if right is not None and not report.results[right]:
+        raise typer.Exit(1)
 
 
 @bench.command("index")
 def bench_index(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 131_072,
-    block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,
+    block: BlockTokens = 64,
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 21,
     as_json: Json = False,
 ) -> None:
     """Name the blocks of a long prompt, beside a bare loop of chained SHA-256."""
     from headwater.lab.bench import index
 
-    with draw.progress() as tell:
-        report = index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    _measure(lambda tell: index.run(num_tokens=tokens, block_tokens=block, rounds=rounds, tell=tell), as_json=as_json)
 
 
 @bench.command("cache")
@@ -32,25 +56,23 @@ def bench_cache(
     blocks: Annotated[int, typer.Option(help="Length of the prompt that is matched, in blocks.")] = 2048,
     others: Annotated[int, typer.Option(help="Other blocks that are known.")] = 10_000,
     many: Annotated[int, typer.Option(help="Other blocks that are known, in the large case.")] = 1_000_000,
-    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 51,
+    rounds: Rounds = 51,
     as_json: Json = False,
 ) -> None:
     """Match, reserve, commit and release among few and many known blocks, beside a bare dict."""
     from headwater.lab.bench import cache
 
-    with draw.progress() as tell:
-        report = cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    _measure(lambda tell: cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell), as_json=as_json)
 
 
 @bench.command("ttft")
 def bench_ttft(
-    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")] = "tiny",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,1024,2048",
-    block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,
-    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 8192,
-    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
+    shape: Shape = "tiny",
+    device: Device = "cpu",
+    lengths: Lengths = "512,1024,2048",
+    block: BlockTokens = 64,
+    step: StepTokens = 8192,
+    rounds: Rounds = 5,
     pairs: Annotated[int, typer.Option(help="Pairs with and without the cache, to see what it costs.")] = 15,
     pair_tokens: Annotated[int, typer.Option(help="Length of the prompts in those pairs.")] = 1024,
     as_json: Json = False,
@@ -68,19 +90,17 @@ def bench_ttft(
         pairs=pairs,
         pair_tokens=pair_tokens,
     )
-    with draw.progress() as tell:
-        report = ttft.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    _measure(lambda tell: ttft.run(options, tell=tell), as_json=as_json)
 
 
 @bench.command("handoff")
 def bench_handoff(
-    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b or 8b.")] = "tiny",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "2048,2043",
-    block: Annotated[int, typer.Option(help="Tokens per block.")] = 64,
-    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 2048,
-    rounds: Annotated[int, typer.Option(help="Repetitions.")] = 5,
+    shape: Shape = "tiny",
+    device: Device = "cpu",
+    lengths: Lengths = "2048,2043",
+    block: BlockTokens = 64,
+    step: StepTokens = 2048,
+    rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:
     """Hand prompts from one engine process to another through a pool in memory, beside two plain copies."""
@@ -94,11 +114,7 @@ def bench_handoff(
         step_tokens=step,
         rounds=rounds,
     )
-    with draw.progress() as tell:
-        report = handoff.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
-    if not report.results["equal"]:
-        raise typer.Exit(1)
+    _measure(lambda tell: handoff.run(options, tell=tell), as_json=as_json, right="equal")
 
 
 @bench.command("copy")
@@ -126,13 +142,7 @@ def bench_copy(
         rounds=rounds,
         max_bytes=max_bytes if max_bytes is not None else copy.MAX_BYTES,
     )
-    with draw.progress() as tell:
-        report = copy.run(options, tell=tell)
-    if as_json and "device" in report.notes:
-        draw.errors().print(Text(report.notes["device"]), style="yellow", soft_wrap=True)
-    print_json(report.document()) if as_json else draw.copies(report)
-    if not report.results["correct"]:
-        raise typer.Exit(1)
+    _measure(lambda tell: copy.run(options, tell=tell), as_json=as_json, show=draw_figures.copies, right="correct")
 
 
 @bench.command("pool")
@@ -157,20 +167,18 @@ def bench_pool(
         round_mib=round_mib,
         rounds=rounds,
     )
-    with draw.progress() as tell:
-        report = pools.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.pools(report)
+    _measure(lambda tell: pools.run(options, tell=tell), as_json=as_json, show=draw_figures.pools)
 
 
 @bench.command("serve")
 def bench_serve(
     conversations: Annotated[int, typer.Option(help="Conversations at once.")] = 8,
     turns: Annotated[int, typer.Option(help="Questions of each.")] = 6,
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 64,
+    max_tokens: AnswerTokens = 64,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A model's directory.", show_default="a tiny random one")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Hold conversations over HTTP, with the cache and without: what is computed, when tokens come, equal answers."""
@@ -179,11 +187,7 @@ def bench_serve(
     options = load.ServeOptions(
         conversations=conversations, turns=turns, max_tokens=max_tokens, model=model, device=device
     )
-    with draw.progress() as tell:
-        report = load.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
-    if not report.results["answers_equal"]:
-        raise typer.Exit(1)
+    _measure(lambda tell: load.run(options, tell=tell), as_json=as_json, right="answers_equal")
 
 
 @bench.command("pd")
@@ -192,14 +196,14 @@ def bench_pd(
         Path | None, typer.Option(metavar="DIR", help="A model's directory.", show_default="a random one")
     ] = None,
     shape: Annotated[str, typer.Option(help="Shape of the random model: demo, tiny or 0.5b.")] = "tiny",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     pool: Annotated[
         str, typer.Option(metavar="POOL", help="local, redis or mooncake, started for this; or a pool's URL.")
     ] = "local",
-    block: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
-    step: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, with commas.")] = "512,2048,4096",
-    max_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 16,
+    block: BlockTokens = 16,
+    step: StepTokens = 512,
+    lengths: Lengths = "512,2048,4096",
+    max_tokens: AnswerTokens = 16,
     rounds: Annotated[int, typer.Option(help="Prompts of each length.")] = 5,
     streams: Annotated[int, typer.Option(help="Answers that run while others' KV is read.")] = 4,
     pairs: Annotated[int, typer.Option(help="Pairs of windows, with such reads and without.")] = 24,
@@ -237,11 +241,7 @@ def bench_pd(
         rate_per_s=rate,
         max_prompt=max_prompt,
     )
-    with draw.progress() as tell:
-        report = apart.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
-    if not report.results["answers_equal"]:
-        raise typer.Exit(1)
+    _measure(lambda tell: apart.run(options, tell=tell), as_json=as_json, right="answers_equal")
 
 
 @bench.command("store")
@@ -271,6 +271,4 @@ def bench_store(
         entries=entries,
         seconds=seconds,
     )
-    with draw.progress() as tell:
-        report = store.run(options, tell=tell)
-    print_json(report.document()) if as_json else draw.report(report)
+    _measure(lambda tell: store.run(options, tell=tell), as_json=as_json)

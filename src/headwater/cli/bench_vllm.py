@@ -10,9 +10,9 @@ import typer
 from rich.text import Text
 
 from headwater.cli.bench import bench
-from headwater.cli.options import Json, numbers, print_json, write_json
+from headwater.cli.options import Device, Json, numbers, print_json, write_json
 from headwater.core.errors import InvalidConfig
-from headwater.lab import draw
+from headwater.lab import draw, draw_figures
 
 
 @bench.command("vllm")
@@ -20,7 +20,7 @@ def bench_vllm(
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="An interpreter that has vLLM.", show_default="this one")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     course: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +134,7 @@ def bench_vllm(
     if as_json:
         print_json(report.document())
     else:
-        draw.contenders(report) if course == "alone" else draw.report(report)
+        draw_figures.contenders(report) if course == "alone" else draw_figures.report(report)
     if not report.results["tokens_equal"]:
         raise typer.Exit(1)
 

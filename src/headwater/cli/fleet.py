@@ -7,9 +7,24 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from headwater import config
 from headwater.cli.main import app
-from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
+from headwater.cli.options import (
+    AllowHost,
+    Device,
+    Host,
+    Json,
+    MaxConnections,
+    ModelDirectory,
+    NodeKeyFile,
+    Port,
+    Timeout,
+    key_option,
+    log_to_stderr,
+    print_json,
+)
+from headwater.config import environment
+from headwater.config.checks import require_hosts, require_url
+from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.lab import draw
@@ -26,7 +41,7 @@ def vllm_node(
     router: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A router to join; may be said several times.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", show_default="a free one")] = 0,
     node: Annotated[
         str | None, typer.Option(help="What this node is called: as vLLM's connector is in the residency index.")
@@ -42,7 +57,7 @@ def vllm_node(
             show_default=False,
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Timeout = 600.0,
     pool_timeout: Annotated[float, typer.Option(help="Seconds until the pool has a prompt that was computed.")] = 30.0,
     lease: Annotated[float, typer.Option(help="Seconds that routers believe a heartbeat.")] = 6.0,
     max_requests: Annotated[
@@ -58,18 +73,18 @@ def vllm_node(
     from headwater.integrations.vllm.node import NodeOptions
 
     log_to_stderr()
-    where = pool or config.default_pool()
+    where = pool or environment.default_pool()
     if where is None:
         raise InvalidConfig("a node hands KV over through the pool of vLLM's connector: say --pool URL")
     if role not in list(Role):
         raise InvalidConfig(f"a role is one of {', '.join(Role)}, not {role!r}")
     for url in (vllm, *(router or ()), *(() if advertise is None else (advertise,))):
-        config.require_url("an address", url)
+        require_url("an address", url)
     options = NodeOptions(
         vllm=vllm,
         role=Role(role),
         node_key=find_node_key(node_key_file),
-        vllm_key=key_option(vllm_key, config.default_vllm_key()),
+        vllm_key=key_option(vllm_key, environment.default_vllm_key()),
         max_requests=max_requests,
         request_timeout_s=timeout,
         pool_timeout_s=pool_timeout,
@@ -85,17 +100,15 @@ def vllm_node(
         lease_s=lease,
         wait_s=wait,
         max_connections=max_connections,
-        allowed_hosts=config.require_hosts(allow_host or ()),
+        allowed_hosts=require_hosts(allow_host or ()),
         say=typer.echo,
     )
 
 
 @app.command()
 def router(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on.", show_default=f"{config.DEFAULT_PORT}, or a free one")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
     residency: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +129,7 @@ def router(
         ),
     ] = None,
     node_key_file: NodeKeyFile = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    timeout: Timeout = 600.0,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that it may wait for a node with room.")] = 30.0,
     silence: Annotated[
         float, typer.Option(help="Seconds that a node may say nothing, before it is asked whether it hangs.")
@@ -134,7 +147,7 @@ def router(
 
     log_to_stderr()
     options = RouterConfig(
-        api_key=key_option(api_key, config.default_api_key()),
+        api_key=key_option(api_key, environment.default_api_key()),
         node_key=find_node_key(node_key_file),
         request_timeout_s=timeout,
         queue_timeout_s=queue_timeout,
@@ -146,12 +159,12 @@ def router(
     router_start.run(
         options,
         host=host,
-        port=config.DEFAULT_PORT if port is None else port,
+        port=DEFAULT_PORT if port is None else port,
         any_port=port is None,
-        residency=residency or config.default_residency(),
+        residency=residency or environment.default_residency(),
         model=model,
         max_connections=max_connections,
-        allowed_hosts=config.require_hosts(allow_host or ()),
+        allowed_hosts=require_hosts(allow_host or ()),
         say=typer.echo,
     )
 
@@ -168,7 +181,7 @@ def drain(
     from headwater.disagg.key_file import find_node_key
     from headwater.router import operate
 
-    config.require_url("an address of a router", router.rstrip("/"))
+    require_url("an address of a router", router.rstrip("/"))
     found = operate.drain(router.rstrip("/"), node, draining=not back, key=find_node_key(node_key_file))
     if as_json:
         print_json({"command": "drain", **found})
@@ -179,10 +192,7 @@ def drain(
 
 @app.command()
 def pd(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
-    ] = None,
+    model: ModelDirectory = None,
     prefill: Annotated[int, typer.Option(help="Prefill nodes.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode nodes.")] = 1,
     mixed: Annotated[int, typer.Option(help="Mixed nodes.")] = 0,
@@ -197,11 +207,11 @@ def pd(
         str | None,
         typer.Option(metavar="URL", help="An index of who holds what.", show_default="$HEADWATER_RESIDENCY, or none"),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(help="The router's port.", show_default=f"{config.DEFAULT_PORT}, or a free one")
+        int | None, typer.Option(help="The router's port.", show_default=f"{DEFAULT_PORT}, or a free one")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     num_blocks: Annotated[int | None, typer.Option(help="Blocks of KV on each device.", show_default="many")] = None,
 ) -> None:
     """Start a pool, a router and nodes on this machine; say where they are. Ctrl-C ends them all."""
@@ -210,13 +220,13 @@ def pd(
     from headwater.serve.sockets import curl
 
     log_to_stderr()
-    directory = model or start.tiny_model(config.cache_directory())
-    index = residency or config.default_residency()
+    directory = model or start.tiny_model(environment.cache_directory())
+    index = residency or environment.default_residency()
     options = FleetOptions(
         prefill=prefill,
         decode=decode,
         mixed=mixed,
-        pool=pool or config.default_pool(),
+        pool=pool or environment.default_pool(),
         pool_bytes=pool_mib << 20,
         host=host,
         port=port,
@@ -230,8 +240,8 @@ def pd(
     with Fleet(options) as fleet:
         for child in fleet.children.values():
             typer.echo(f"{child.name} is process {child.pid} on {child.url}; its log is {child.log}")
-        typer.echo(f"the pool is {fleet.pool if pool is None and not config.default_pool() else 'yours'}")
+        typer.echo(f"the pool is {fleet.pool if pool is None and not environment.default_pool() else 'yours'}")
         typer.echo(f"the router answers on {fleet.url}/v1; {fleet.url}/state shows what it decides")
-        typer.echo(curl(fleet.url, with_key=config.default_api_key() is not None))
+        typer.echo(curl(fleet.url, with_key=environment.default_api_key() is not None))
         with suppress(KeyboardInterrupt):
             fleet.watch(lambda text: draw.errors().print(Text(text), style="red", soft_wrap=True))

@@ -9,7 +9,26 @@ from typing import Annotated, Any
 
 import typer
 
+from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import InvalidConfig
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+
+
+Port = Annotated[int | None, typer.Option(help="Port to listen on.", show_default=f"{DEFAULT_PORT}, or a free one")]
+
+
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+
+
+Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+
+
+ModelDirectory = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
+]
+
 
 MaxConnections = Annotated[
     int, typer.Option(help="Connections at a time; for more, those go that keep us waiting longest.")

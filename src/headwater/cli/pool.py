@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from headwater import config
 from headwater.cli.options import Json, print_json
+from headwater.config import environment
 from headwater.lab import draw
 
 pool = typer.Typer(help="A Mooncake pool on this machine, shared by its processes.", no_args_is_help=True)
@@ -32,7 +32,7 @@ def pool_up(
     from headwater.pool import local
     from headwater.storage.mooncake.config import parse_size
 
-    found = local.up(directory or config.default_pool_directory(), segment_bytes=parse_size(size))
+    found = local.up(directory or environment.default_pool_directory(), segment_bytes=parse_size(size))
     print_json({"command": "pool up", **found.document()}) if as_json else draw.pool(found)
 
 
@@ -41,7 +41,7 @@ def pool_down(directory: PoolDirectory = None, as_json: Json = False) -> None:
     """End them, with all that they hold."""
     from headwater.pool import local
 
-    path = directory or config.default_pool_directory()
+    path = directory or environment.default_pool_directory()
     num_ended = local.down(path)
     if as_json:
         print_json({"command": "pool down", "directory": str(path), "num_ended": num_ended})
@@ -54,7 +54,7 @@ def pool_status(directory: PoolDirectory = None, as_json: Json = False) -> None:
     """Show what runs, where, and what it holds; exit code 1 if it does not run."""
     from headwater.pool import local
 
-    found = local.status(directory or config.default_pool_directory())
+    found = local.status(directory or environment.default_pool_directory())
     print_json({"command": "pool status", **found.document()}) if as_json else draw.pool(found)
     if not found.up:
         raise typer.Exit(1)

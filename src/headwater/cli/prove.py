@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from headwater import config
 from headwater.cli.main import app
-from headwater.cli.options import Json, print_json, write_json
+from headwater.cli.options import Device, Json, print_json, write_json
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig
-from headwater.lab import draw
+from headwater.lab import draw, draw_figures
 
 
 @app.command()
@@ -40,7 +40,7 @@ def verify(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A model's directory; without it, tiny ones of every family.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     inject: Annotated[
         bool, typer.Option("--inject", help="Damage bytes behind the checks: this has to be noticed, so it must fail.")
     ] = False,
@@ -133,7 +133,7 @@ def doctor(
     """Say what this machine allows, and what to do about the rest; exit code 1 if something needed is broken."""
     from headwater.lab import doctor as looks
 
-    found = looks.examine(pool=pool or config.default_pool())
+    found = looks.examine(pool=pool or environment.default_pool())
     print_json({"command": "doctor", **looks.document(found)}) if as_json else draw.doctor(found)
     if not found.ok:
         raise typer.Exit(1)
@@ -255,7 +255,7 @@ def replay(
             found = replays.sweep(source, setups, tell=tell)
         if plot is not None and canvas is not None:
             picture.draw(found, canvas, format=plot.suffix[1:].lower())
-    print_json({"command": "replay", **found.document()}) if as_json else draw.replays(found)
+    print_json({"command": "replay", **found.document()}) if as_json else draw_figures.replays(found)
 
 
 def _replay_events(path: Path, *, as_json: bool) -> None:

@@ -6,9 +6,22 @@ from typing import Annotated
 
 import typer
 
-from headwater import config
 from headwater.cli.main import app
-from headwater.cli.options import AllowHost, Json, MaxConnections, NodeKeyFile, key_option, log_to_stderr, print_json
+from headwater.cli.options import (
+    AllowHost,
+    Device,
+    Host,
+    Json,
+    MaxConnections,
+    ModelDirectory,
+    NodeKeyFile,
+    Port,
+    key_option,
+    log_to_stderr,
+    print_json,
+)
+from headwater.config import environment
+from headwater.config.serve import DEFAULT_PORT, RECORD_BYTES, ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
@@ -17,24 +30,19 @@ from headwater.lab import draw
 
 @app.command()
 def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A Hugging Face directory.", show_default="a tiny model, made once"),
-    ] = None,
+    model: ModelDirectory = None,
     name: Annotated[
         str | None, typer.Option(help="What clients call the model.", show_default="the directory's name")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="Port to listen on.", show_default=f"{config.DEFAULT_PORT}, or a free one")
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
     api_key: Annotated[
         str | None,
         typer.Option(
             help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the model's own")] = None,
     kv: Annotated[str, typer.Option(help="What is cached: auto, bf16, fp16, fp32 or fp8.")] = "auto",
     generation_config: Annotated[
@@ -134,7 +142,7 @@ def serve(
     ] = None,
     record_bytes: Annotated[
         int, typer.Option(help="How large that file may get; then it says that it is cut.")
-    ] = config.RECORD_BYTES,
+    ] = RECORD_BYTES,
     max_prompt_chars: Annotated[
         int | None,
         typer.Option(
@@ -150,13 +158,13 @@ def serve(
     from headwater.serve import start  # torch takes a second to load, and only this command wants it
 
     log_to_stderr()
-    index_only = index_only or config.index_only()
-    options = config.ServeConfig(
-        model=model or start.tiny_model(config.cache_directory()),
+    index_only = index_only or environment.index_only()
+    options = ServeConfig(
+        model=model or start.tiny_model(environment.cache_directory()),
         name=name,
         host=host,
-        port=config.DEFAULT_PORT if port is None else port,
-        api_key=key_option(api_key, config.default_api_key()),
+        port=DEFAULT_PORT if port is None else port,
+        api_key=key_option(api_key, environment.default_api_key()),
         device=device,
         dtype=dtype,
         kv=kv,
@@ -164,12 +172,12 @@ def serve(
         block_tokens=block_tokens,
         num_blocks=num_blocks,
         device_bytes=None if device_mib is None else device_mib << 20,
-        host_directory=(host_dir or config.default_host_directory()) if host_mib != 0 and not no_cache else None,
+        host_directory=(host_dir or environment.default_host_directory()) if host_mib != 0 and not no_cache else None,
         host_bytes=host_mib << 20 if host_mib else None,
-        disk_directory=(disk_dir or config.default_directory()) if disk_mib != 0 and not no_cache else None,
+        disk_directory=(disk_dir or environment.default_directory()) if disk_mib != 0 and not no_cache else None,
         disk_bytes=disk_mib << 20 if disk_mib else None,
-        pool=pool or (None if no_cache or index_only else config.default_pool()),
-        residency=residency or (None if no_cache else config.default_residency()),
+        pool=pool or (None if no_cache or index_only else environment.default_pool()),
+        residency=residency or (None if no_cache else environment.default_residency()),
         node=node,
         index_only=index_only,
         role=_role(role),
@@ -182,7 +190,7 @@ def serve(
         advertise=None if advertise is None else advertise.rstrip("/"),
         lease_s=lease,
         drain_s=drain,
-        pd_via=config.pd_via(),
+        pd_via=environment.pd_via(),
         pd_timeout_s=pd_timeout,
         pd_recompute=recompute,
         probe_timeout_s=probe_timeout,
@@ -207,9 +215,7 @@ def revive(
     what: Annotated[
         str | None, typer.Argument(help="A tier's name, or `brain`.", show_default="all that is off")
     ] = None,
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="Where the server is.")
-    ] = f"http://127.0.0.1:{config.DEFAULT_PORT}",
+    url: Annotated[str, typer.Option(metavar="URL", help="Where the server is.")] = f"http://127.0.0.1:{DEFAULT_PORT}",
     api_key: Annotated[
         str | None, typer.Option(help="The server's key.", show_default="$HEADWATER_API_KEY, or none")
     ] = None,
@@ -219,7 +225,7 @@ def revive(
     """Have a server use again what its cache has switched off: a damaged tier, a brain that failed. No restart."""
     from headwater.serve.revive import ask_to_revive
 
-    key = key_option(api_key, config.default_api_key())
+    key = key_option(api_key, environment.default_api_key())
     found = ask_to_revive(url.rstrip("/"), what=what, key=key, timeout_s=timeout)
     print_json({"command": "revive", **found.document()}) if as_json else draw.revived(found)
     if found.still_off:

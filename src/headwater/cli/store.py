@@ -10,10 +10,11 @@ from typing import Annotated, Final
 import typer
 from rich.text import Text
 
-from headwater import config
 from headwater.build import open_local
 from headwater.cli.main import app
 from headwater.cli.options import Directory, Json, print_json
+from headwater.config import environment
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreBusy, StoreError
 from headwater.lab import draw
 from headwater.storage.base import Deadline
@@ -53,7 +54,7 @@ def purge(
         raise InvalidConfig("say what to remove: --identity and/or --tenant, or --all")
     if as_json and not yes:
         raise InvalidConfig("--json asks no questions: add --yes")
-    path = directory or config.default_directory()
+    path = directory or environment.default_directory()
     audit.require_store(path)
     purged = _purge_all(path, yes=yes) if everything else _purge_some(path, identity, tenant, yes=yes)
     if as_json:
@@ -112,9 +113,9 @@ def check(
 @contextmanager
 def _open(directory: Path | None) -> Iterator[LocalStore]:
     """Open the store of a directory, only if there is one."""
-    path = directory or config.default_directory()
+    path = directory or environment.default_directory()
     audit.require_store(path)
-    with open_local(config.LocalStoreConfig(directory=path)) as store:
+    with open_local(LocalStoreConfig(directory=path)) as store:
         yield store
 
 

@@ -1,7 +1,7 @@
 """A circuit breaker: a store that keeps failing is left alone, and tried again with one call at a time.
 
 Pure: told what happened and when. It does not run calls and does not judge bytes. The brain has one per tier and kind
-of call (`cache/placement.py`), who calls a store on threads of its own one per store (`storage/calls.py`).
+of call (`cache/placement.py`), who uses an executor without a brain one per store (`transfer/executor/caller.py`).
 
     CLOSED    --failures in a row-->  OPEN
     OPEN      --pause is over, somebody asks-->  HALF_OPEN (that one may try)

@@ -128,8 +128,9 @@ class Stuck(Event):
 class JobDone(Event):
     """A job ended with a result per block.
 
-    For a Probe HELD or ABSENT; for a Load what a get answers; for Save and Promote what a put answers. A Load that hit
-    nothing, or a Save that stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
+    For a Probe HELD or ABSENT; for a Load what a get answers; for Save, Demote and Promote what a put answers, or of a
+    Demote MISS where its source did not give the block, whatever the reason. A Load that hit nothing, or a Save that
+    stored nothing, is done too. `seconds` is what it took from its start, queueing left out.
     """
 
     job: int
@@ -145,6 +146,7 @@ class JobFailed(Event):
     job: int
     failure: Reason  # one of JOB_FAILURES
     why: str = ""
+    on_device: bool = dataclasses.field(default=False, metadata={"later": True})  # that says nothing of the store
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,26 +192,51 @@ class Probe(Job):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Job):
-    """Read and verify blocks, in order, up to the first that is not to be had, into device slots."""
+    """Read and verify blocks, in order, up to the first that is not to be had, into device slots.
+
+    With `valid_tokens` its one block is a prompt's partial tail, of so many tokens (rule 9).
+    """
 
     slots: tuple[int, ...]
+    valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Job):
-    """Write a row of blocks from device slots to a store, in order. `parent` is the key before the first."""
+    """Write a row of blocks from device slots to a store, in order. `parent` is the key before the first.
+
+    With `valid_tokens` its one block is a partial tail, which is kept until `expires_at_ms`, in milliseconds since
+    1970: zeroed behind its tokens, known to nobody but who was told its name (rule 9).
+    """
 
     slots: tuple[int, ...]
     parent: BlockKey
     depth: int  # of the first
     tenant: bytes
+    valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
+    expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
+    awaited: bool = dataclasses.field(default=False, metadata={"later": True})  # somebody waits: before other saves
+    after: int = dataclasses.field(default=0, metadata={"later": True})  # a job that brings what the row builds on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Promote(Job):
-    """Copy a row of blocks, verified, from `store` to the faster store `target`."""
+class StoreCopy(Job):
+    """Copy a row of sealed blocks as they are, each verified on the way, from `store` to the store `target`."""
 
     target: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Promote(StoreCopy):
+    """To the fastest store, for a request that waits."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Demote(StoreCopy):
+    """To a slower store, so that the device is read only once. `parent` is the key before the first."""
+
+    parent: BlockKey
+    after: int = 0  # not to begin before this job has ended, however it ends: it writes the row to `store`
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +322,7 @@ _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     for kind in (
         *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
         *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Probe, Load, Save, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
+        *(Probe, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
     )
 }
 _HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode
@@ -333,12 +360,17 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
 
 
 def fingerprint(values: Iterable[Event | Instruction]) -> str:
-    """16 hex digits over values in their order: equal for equal values, in every process. Made to be quick."""
+    """16 hex digits over values in their order: equal for equal values, in every process. Made to be quick.
+
+    A field that came later says nothing at its default: what was recorded before keeps its fingerprint.
+    """
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         found.update(type(value).__name__.encode())
         for field in dataclasses.fields(value):
             one = getattr(value, field.name)
+            if field.metadata and one == field.default:
+                continue
             if isinstance(one, tuple) and one and all(isinstance(item, bytes) for item in one):
                 found.update(b"#%d:%s" % (len(one), b"".join(one)))
             else:

@@ -32,6 +32,8 @@ TENANT_BYTES: Final = 16
 
 _REQUIRED: Final = ("weights", "config", "layout")
 _OPTIONAL: Final = ("scales", "adapter", "tokenizer", "processor")
+# Who wrote a config.json, with what, and the dtype its weights were stored in: nothing of it changes a byte of KV.
+_NOT_COMPUTED_WITH: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,11 @@ def root_of(digest: bytes, salt: bytes = b"") -> BlockKey:
     """The parent of every first block of a tenant, for who knows an identity by its digest only. Pure."""
     tag = f"headwater/root/{FORMAT}".encode()
     return BlockKey(hashlib.sha256(tag + digest + struct.pack("<I", len(salt)) + salt).digest())
+
+
+def computed_config(config: Mapping[str, object]) -> dict[str, object]:
+    """Of a model's config.json, what is computed with. Pure."""
+    return {name: value for name, value in config.items() if name not in _NOT_COMPUTED_WITH}
 
 
 def config_digest(config: Mapping[str, object]) -> bytes:

@@ -5,7 +5,7 @@ recordings, answers and documents show. Nothing here decides.
 
 One enum says less to a type checker than one for each call: that a get cannot answer STORED is not in the types. So
 there are small sets of what a call may answer, and whoever looks at foreign code's answers checks them against these
-(`transfer/executor/trouble.py`, `storage/calls.py`).
+(`transfer/executor/trouble.py`).
 """
 
 import enum
@@ -62,13 +62,14 @@ class Reason(enum.StrEnum):
     FAILED = "failed"  # a store or a device raised, or said that it failed; it could not be asked or read
     LATE = "late"  # not done by the deadline
     CANCELLED = "cancelled"
+    DOWN = "down"  # the store was not asked: it is off or left alone, or its calls keep what this one needs
     # why a block had to be computed; FAILED and CORRUPT, too
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"  # it was known once, or a store said it had it and then had not
     CORRUPT = "corrupt"  # what was read did not verify
     TOO_LATE = "too_late"  # an answer or the bytes did not come in time
     NOT_WORTH_IT = "not_worth_it"  # computing was expected to be faster than loading
-    # why a handoff ended before its end; FAILED, LATE and CANCELLED, too
+    # why a handoff ended before its end; FAILED, LATE, CANCELLED and DOWN, too
     MISSING = "missing"  # the pool does not have a block, or not any more
     DAMAGED = "damaged"  # what it had was cut, or its bytes did not fit their digests
     FOREIGN = "foreign"  # what it had is another page, or no such tail
@@ -76,12 +77,11 @@ class Reason(enum.StrEnum):
     UNKNOWN_VERSION = "unknown_version"  # somebody newer wrote it
     USED = "used"  # the ticket was answered before
     FULL = "full"  # the pool has no room
-    DOWN = "down"  # the pool was not asked: it is left alone after failures, or its calls do not return
     REFUSED = "refused"  # the ticket is not for this node, or the page not for this pool
 
 
 #: What a job may fail for.
-JOB_FAILURES: Final = frozenset({Reason.FAILED, Reason.LATE, Reason.CANCELLED})
+JOB_FAILURES: Final = frozenset({Reason.FAILED, Reason.LATE, Reason.CANCELLED, Reason.DOWN})
 #: What a miss may be counted under.
 MISS_REASONS: Final = frozenset(
     {Reason.NEVER_STORED, Reason.EVICTED, Reason.FAILED, Reason.CORRUPT, Reason.TOO_LATE, Reason.NOT_WORTH_IT}
@@ -89,5 +89,5 @@ MISS_REASONS: Final = frozenset(
 #: What a handoff may end for.
 HANDOFF_REASONS: Final = JOB_FAILURES | {
     *(Reason.MISSING, Reason.DAMAGED, Reason.FOREIGN, Reason.EXPIRED, Reason.UNKNOWN_VERSION, Reason.USED),
-    *(Reason.FULL, Reason.DOWN, Reason.REFUSED),
+    *(Reason.FULL, Reason.REFUSED),
 }

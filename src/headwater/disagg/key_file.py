@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from headwater import config
+from headwater.config import environment
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import MAX_KEY_CHARS, NodeKey
 
@@ -24,13 +24,13 @@ _ENOUGH_BYTES: Final = MAX_KEY_CHARS + 2  # with the end of its line
 
 def find_node_key(file: Path | None) -> NodeKey:
     """The key in `file`; without one, that of the environment; without that, this user's own. Raises InvalidConfig."""
-    named = file or config.default_node_key_file()
+    named = file or environment.default_node_key_file()
     if named is not None:
         return read_node_key(named)
-    text = config.default_node_key()
+    text = environment.default_node_key()
     if text is not None:
         return NodeKey(text)
-    key = own_node_key(config.own_node_key_file())
+    key = own_node_key(environment.own_node_key_file())
     log.info(
         "no node key is named (--node-key-file): this fleet is for processes of this user on loopback, and nobody else"
     )

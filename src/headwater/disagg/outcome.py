@@ -1,12 +1,12 @@
 """What can come of a handoff, at both ends, in plain values: done, or how far it got and why not further."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from headwater.core.events import JobFailed
 from headwater.core.results import Reason, Status
 from headwater.disagg.protocol import Ticket
-from headwater.storage.pending import CallEnd, Pending
-from headwater.transfer.executor.row import Reached, Why
+from headwater.transfer.executor.sliced import Reached, Why
 
 NOT_FINITE: Final = "not_finite"  # the code of an error: the model computed NaN or infinity
 READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about
@@ -14,7 +14,7 @@ READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that it
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How far one page's worth of every block came (`mover.py`). No reason: to the end."""
+    """How far the blocks of a prompt came, on all ranks (`machine.py`). No reason: to the end."""
 
     num_blocks: int  # in a row, from the prompt's first
     reason: Reason | None = None
@@ -82,13 +82,6 @@ _STATUSES: Final[dict[str, Reason]] = {
     Status.NO_PARENT: Reason.MISSING,
     Status.REFUSED: Reason.REFUSED,
 }
-_ENDS: Final = {
-    CallEnd.LATE: Reason.LATE,
-    CallEnd.RAISED: Reason.FAILED,
-    CallEnd.LEFT_ALONE: Reason.DOWN,
-    CallEnd.NO_THREAD: Reason.DOWN,
-    CallEnd.CLOSED: Reason.CANCELLED,
-}
 _WHYS: Final = {
     Why.SLICE_TIMEOUT: Reason.LATE,
     Why.TOTAL_TIMEOUT: Reason.LATE,
@@ -105,11 +98,14 @@ def why_row(reached: Reached) -> Reason | None:
     return _WHYS.get(reached.why) or _STATUSES.get(reached.status, Reason.FAILED)
 
 
-def why_call(call: Pending[Any]) -> Reason | None:
-    """Why a call got no answer of its store; None: it did."""
-    return _ENDS.get(call.end) if call.end is not None else Reason.LATE
+def why_failed(end: JobFailed) -> Reason:
+    """Why a job ended without a result."""
+    return _FAILURES[end.failure]
 
 
-def why_status(status: Status) -> Reason | None:
-    """Why a page was not had or not taken; None: it was."""
-    return None if status is Status.HIT or status in (Status.STORED, Status.EXISTS) else _STATUSES[status]
+_FAILURES: Final = {
+    Reason.FAILED: Reason.FAILED,
+    Reason.LATE: Reason.LATE,
+    Reason.DOWN: Reason.DOWN,
+    Reason.CANCELLED: Reason.CANCELLED,
+}

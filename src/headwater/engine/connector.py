@@ -113,13 +113,9 @@ class Connector:
         request.whole = False
         self.commit(request)
 
-    def wait_saved(self, request: Request, tier: str, timeout_s: float) -> None:
-        """Wait until no blocks of a request are on their way to a tier, or it was cancelled. Blocks."""
-        self.cache.wait_saved(self._name(request), tier, timeout_s, stopped=lambda: request.cancelled)
-
-    def wake(self) -> None:
-        """Have those who wait see that their requests were cancelled. From any thread."""
-        self.cache.wake()
+    def saving(self, request: Request, tier: str) -> bool:
+        """Whether blocks of a request are on their way to a tier. Does not block."""
+        return self.cache.saving(self._name(request), tier)
 
     def _set_computed(self, request: Request, num_blocks: int) -> None:
         ready = num_blocks * self.block_tokens

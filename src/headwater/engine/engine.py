@@ -28,29 +28,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 
+from headwater.core.closing import Closing
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.disagg.outcome import Missing, Sent, Unsent
+from headwater.engine.compute import LoadFailed, StepComputer
 from headwater.engine.connector import Connector
 from headwater.engine.handoffs import Handoffs, Outcome
 from headwater.engine.handover import Handover
-from headwater.engine.models.base import Model, Span
+from headwater.engine.models.base import Model
 from headwater.engine.pace import EnginePace
-from headwater.engine.request import Finish, Output, Request, RequestPhase, Sending, Taking, Usage
+from headwater.engine.request import Finish, Output, Request, RequestPhase, Sending, Taking
 from headwater.engine.sampler import Chosen, choose
 from headwater.engine.scheduler import QueueFull, Scheduler, Work
 from headwater.transfer.device.arena import DeviceCache
 
 log = logging.getLogger("headwater")
 
-_NUM_WARM: Final = 4  # steps to see what a step costs,
-_WARM_PAUSE_S: Final = 0.02  # each after a pause, as requests come: a machine that sleeps is slower at first
 _IDLE_S: Final = 0.02  # at most, between looks at what is under way; the cache wakes us before
 
 
@@ -69,11 +68,7 @@ class EngineConfig:
                 raise InvalidInput(f"{name} must be at least 1, not {getattr(self, name)!r}")
 
 
-class _LoadFailed(Exception):
-    """What was being loaded will not come."""
-
-
-class Engine:
+class Engine(Closing):
     """One model on one device with one cache. `submit` and `cancel` may come from any thread."""
 
     def __init__(
@@ -93,12 +88,13 @@ class Engine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         self.planes = planes
+        self._computer = StepComputer(model, planes, connector)
         self._watch = watch
         self._pace = EnginePace()
         self._scheduler = Scheduler(
             connector,
             max_running=config.max_running,
-            max_waiting=config.max_running + config.max_waiting,  # `submit` keeps the bound; a burst all waits at first
+            max_waiting=self.max_requests,  # `submit` keeps the bound; a burst all waits at first
             step_tokens=config.step_tokens,
         )
         self._lock = threading.Condition()
@@ -108,7 +104,6 @@ class Engine:
         self._in_hurry = False
         self._news = False  # the cache heard something since it was last looked at
         self._generation = connector.cache.generation
-        connector.cache.on_change = self._wake
         self._handover = Handover(
             handoffs,
             connector,
@@ -119,6 +114,7 @@ class Engine:
             tell_end=self._tell_end,
             wake=self._wake,
         )
+        connector.cache.on_change = self._wake
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
         self._thread.start()
 
@@ -141,8 +137,7 @@ class Engine:
     def load(self) -> tuple[int, int, int]:
         """Requests that run, those that wait, and how many more would be taken."""
         running = min(len(self._scheduler.running), self._num_inside)
-        room = self.config.max_running + self.config.max_waiting - self._num_inside
-        return running, self._num_inside - running, max(0, room)
+        return running, self._num_inside - running, max(0, self.max_requests - self._num_inside)
 
     @property
     def rates(self) -> tuple[float | None, float | None, float | None]:
@@ -165,7 +160,8 @@ class Engine:
         Raises InvalidInput, QueueFull, ResourceClosed; then nothing was taken.
         """
         for request in requests:
-            self._check(request)
+            self._computer.check(request, self.max_tokens)
+            self._handover.check(request, self.model.vocab_size)
         with self._lock:
             if self._closing:
                 raise ResourceClosed("the engine is closed")
@@ -180,29 +176,12 @@ class Engine:
             self._inbox.append(requests)
             self._lock.notify()
 
-    def _check(self, request: Request) -> None:
-        sampling, vocab_size = request.sampling, self.model.vocab_size
-        total = len(request.prompt) + sampling.max_tokens
-        if total > self.max_tokens:
-            raise InvalidInput(
-                f"{len(request.prompt)} prompt tokens and {sampling.max_tokens} to generate are more than "
-                f"{self.max_tokens}"
-            )
-        if not all(0 <= token < vocab_size for token in request.prompt):
-            raise InvalidInput(f"a token of the prompt is outside the vocabulary of {vocab_size}")
-        for what, tokens in (("biased", [token for token, _ in sampling.logit_bias]), ("stop", sampling.stop_ids)):
-            if not all(0 <= token < vocab_size for token in tokens):
-                raise InvalidInput(f"a {what} token is outside the vocabulary of {vocab_size}")
-        if sampling.min_tokens and len(sampling.ends(self.model.eos_ids)) >= vocab_size:
-            raise InvalidInput("every token would end the answer, which must have some: min_tokens cannot be had")
-        self._handover.check(request, vocab_size)
-
     def cancel(self, request: Request) -> None:
         """Nobody wants the answer any more: it ends at the next step, and hears so. Does not block."""
         with self._lock:
             request.cancelled = True
+            self._news = True
             self._lock.notify()
-        self._handover.wake()
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
@@ -212,17 +191,10 @@ class Engine:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
-
     def _wake(self) -> None:
         """A store answered, or blocks came: look again."""
         with self._lock:
+            self._handover.noticed()
             self._news = True
             self._lock.notify()
 
@@ -243,7 +215,7 @@ class Engine:
             self._handover.close()
 
     def _run(self) -> None:
-        self._warm_up()
+        self._computer.warm_up()
         while True:
             if self._scheduler.idle:
                 self._hurry(on=False)
@@ -277,33 +249,11 @@ class Engine:
                         self._lock.wait(_IDLE_S)
                     self._news = False
 
-    def _warm_up(self) -> None:
-        """Find out what a step costs however few tokens it has, in a slot that nobody has yet."""
-        size = self.model.block_tokens
-        last = size - 1  # of the block: the step looks back, as those do that follow a hit
-        try:
-            if self.planes.device.type == "cuda" and self.planes.num_blocks > 1:
-                # Kernels for a chunk behind a context are made the first time, which would be somebody's first hit.
-                self.model.forward(self.planes, [Span(tokens=[0] * size, start=size, slots=(0, 1))])
-            for turn in range(1 + _NUM_WARM):
-                time.sleep(_WARM_PAUSE_S)
-                begin_s = time.perf_counter()
-                self.model.forward(self.planes, [Span(tokens=[0], start=last, slots=(0,))])
-                self._wait_for_device()
-                if turn:  # the first one compiles and allocates
-                    self.connector.measured(1, 0, time.perf_counter() - begin_s)
-        except Exception:  # who asks will hear of it
-            log.exception("a first step failed")
-
     def _hurry(self, *, on: bool) -> None:
         """Have the cache's writers stand back while a device stands still and waits for us. A CPU does not wait."""
         if self._in_hurry != on and self.planes.device.type == "cuda":
             self._in_hurry = on
             self.connector.stand_back(hurry=on)
-
-    def _wait_for_device(self) -> None:
-        if self.planes.device.type == "cuda":
-            torch.cuda.current_stream(self.planes.device).synchronize()
 
     def _finish_all(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
@@ -328,14 +278,14 @@ class Engine:
     def _step(self, work: list[Work]) -> None:
         begin_s = time.perf_counter()
         try:
-            spans = [self._span(one) for one in work]
+            spans = [self._computer.span(one) for one in work]
             early = work[0].early
             self._hurry(on=not early)  # a gate waits for layers while the step is launched
-            gate = self._gate(work[0]) if early else self._between if self._handover.active else None
+            gate = self._computer.gate(work[0]) if early else self._between if self._handover.active else None
             computed = self.model.forward(self.planes, spans, before_layer=gate)
             self._hurry(on=False)  # the device is busy, and we wait for it: time for the cache
             if work[0].early and not self.connector.arrived(work[0].request):
-                raise _LoadFailed
+                raise LoadFailed
             sampling = [one.request for one in work if one.samples]
             if self._watch is not None:
                 for row, request in enumerate(sampling):
@@ -343,9 +293,9 @@ class Engine:
             found = zip(sampling, choose(computed.logits, sampling, self.model.eos_ids), strict=True)
             chosen = {request: one for request, one in found if one is not None}
             finite = computed.finite()
-            self._wait_for_device()
-        except _LoadFailed:
-            self._wait_for_device()
+            self._computer.wait_for_device()
+        except LoadFailed:
+            self._computer.wait_for_device()
             return  # it goes on with what is there
         except Exception as error:
             log.exception("a step failed")
@@ -387,42 +337,11 @@ class Engine:
                 self._end(one.request, Finish.NOT_FINITE, f"the model computed NaN or infinity at {where}")
         return sound
 
-    def _span(self, one: Work) -> Span:
-        request = one.request
-        slots = request.slots
-        if request.whole:
-            at = one.start // self.model.block_tokens
-            if not one.early:
-                self._copy_block(slots[at], slots[at + 1], range(len(self.planes.rows)))
-            slots = (*slots[:at], slots[at + 1])
-        return Span(
-            tokens=request.tokens[one.start : one.end], start=one.start, slots=slots, num_logits=int(one.samples)
-        )
-
-    def _gate(self, one: Work) -> Callable[[int], None]:
-        """What a step does before each layer whose bytes are still on their way."""
-        at = one.start // self.model.block_tokens
-        layers = [plane.layer for plane in self.model.layout.planes]
-
-        def wait(layer: int) -> None:
-            if not self.connector.wait_layer(one.request, layer):
-                raise _LoadFailed
-            if one.request.whole:
-                slots = one.request.slots
-                self._copy_block(slots[at], slots[at + 1], [i for i, of in enumerate(layers) if of == layer])
-
-        return wait
-
     def _between(self, layer: int) -> None:
         """Go on with handoffs between two layers: nothing of theirs is in the step, which may take a second."""
         if self._news:  # before the layer; what comes later is looked at before the next
             self._news = False
             self._handover.go_on()
-
-    def _copy_block(self, source: int, target: int, planes: Iterable[int]) -> None:
-        for plane in planes:
-            row = self.planes.rows[plane]
-            row[target] = row[source]
 
     def _measure(self, work: list[Work], seconds: float) -> None:
         num_tokens = sum(one.end - one.start for one in work)
@@ -460,24 +379,12 @@ class Engine:
         request.phase = RequestPhase.OVER
         with self._lock:
             self._num_inside -= 1
-        now_s = time.monotonic()
-        ttft_s = None if request.first_token_s is None else request.first_token_s - request.arrived_s
-        usage = Usage(
-            prompt_tokens=len(request.prompt),
-            completion_tokens=request.num_generated,
-            cached_tokens=sum(request.cached_by_tier.values()),
-            cached_by_tier=dict(request.cached_by_tier),
-            computed_tokens=request.num_recomputed,
-            ttft_s=ttft_s,
-            total_s=now_s - request.arrived_s,
-            preemptions=request.preemptions,
-            queue_s=None if request.admitted_s is None else request.admitted_s - request.arrived_s,
-            pool_s=request.pool_s,
-            num_pool_bytes=request.num_pool_bytes,
-        )
         ticket = outcome.ticket if isinstance(outcome, Sent) else None
         unmoved = outcome if isinstance(outcome, Unsent | Missing) else None
-        self._tell(request, Output(finish=finish, usage=usage, error=error, ticket=ticket, unmoved=unmoved))
+        self._tell(
+            request,
+            Output(finish=finish, usage=request.usage(time.monotonic()), error=error, ticket=ticket, unmoved=unmoved),
+        )
 
     def _tell(self, request: Request, output: Output) -> None:
         try:

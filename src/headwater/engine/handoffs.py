@@ -1,22 +1,22 @@
-"""Handoffs of an engine: sends and fetches in threads of their own, a request in each, ended in the engine's thread.
+"""Handoffs of an engine: which are under way, and what has come of them, as the engine's thread hears it.
 
-`begin_send` and `begin_fetch` return at once; `take` gives what has ended since, in the engine's thread, which is woken
-for it. Not here: which requests, what follows from an outcome (`engine.py`), how bytes move (`disagg/handoff.py`).
+`begin_send` and `begin_fetch` return at once; bytes are moved by jobs of the cache's executor; `take` gives what has
+ended since, in the engine's thread, which is woken for it. Not here: which requests, what follows from an outcome
+(`engine.py`), how bytes move (`disagg/handoff.py`).
 
-Invariants: whatever happens in a thread, its request comes out of `take`, once; until then its slots are in use. A
-request that is cancelled is told to its thread, which then ends soon.
+Invariants: whatever happens, a request that began comes out of `take`, once; until then its slots are in use. No thread
+of its own, and nothing blocks but `close`.
 """
 
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from headwater.core.errors import InvalidConfig
 from headwater.core.results import Reason
-from headwater.disagg.handoff import Receiver, Sender
+from headwater.disagg.handoff import Cancellable, Receiver, Sender
 from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, SamplerState, Ticket
 from headwater.disagg.protocol import FirstTokenFinish as Over
@@ -38,55 +38,42 @@ class Handoffs:
         sender: Sender | None = None,
         receiver: Receiver | None = None,
         tier: str = "",
-        num_threads: int,
     ) -> None:
-        """Owns neither. `tier`: the cache's name of what they go through, where the cache uses it too.
-
-        A thread for each request that may run: one that waits for a slow store keeps nobody else from handing over.
-        """
-        if num_threads < 1:
-            raise InvalidConfig(f"handoffs need at least one thread, not {num_threads}")
+        """Owns neither. `tier`: the cache's name of what they go through, where the cache uses it too."""
         self.tier: Final = tier
         self.can_send: Final = sender is not None
         self.can_fetch: Final = receiver is not None
         self._block_tokens = block_tokens
         self._sender = sender
         self._receiver = receiver
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="headwater handoff")
         self._ended: deque[tuple[Request, Outcome]] = deque()
-        self._lock = threading.Lock()
-        self.on_end: Callable[[], None] = lambda: None  # called from a thread when a handoff has ended
+        self._changed = threading.Condition()
+        self._running: dict[Request, Cancellable | None] = {}
+        self.on_end: Callable[[], None] = lambda: None  # called, from whatever thread, when a handoff has ended
 
     def is_promised(self, ticket: Ticket) -> bool:
         """Whether the cache itself can load what a ticket names, because it has the same pool and the same pages."""
         return bool(self.tier) and self._receiver is not None and self._receiver.same_pages(ticket)
 
     def begin_send(
-        self,
-        request: Request,
-        first: FirstToken,
-        sampler: SamplerState,
-        over: Over,
-        until_s: float,
-        *,
-        wait: Callable[[], None] = lambda: None,
+        self, request: Request, first: FirstToken, sampler: SamplerState, over: Over, until_s: float
     ) -> None:
-        """Send a request's prompt, all of which is computed, after a `wait` in its thread. Does not block."""
+        """Send a request's prompt, all of which is computed. Does not block."""
         sender, tokens = self._sender, list(request.prompt)
         name = (request.handoff.request if isinstance(request.handoff, Sending) else "") or request.name
         if sender is None:
             raise InvalidConfig("this engine sends nothing: it has no pool, or another role")
         slots = request.slots[: -(-len(tokens) // self._block_tokens)]
 
-        def send() -> Outcome:
-            wait()
-            return sender.send(
+        def send() -> Cancellable | None:
+            return sender.begin_send(
                 name,
                 tokens,
                 slots,
                 first=first,
                 sampler=sampler,
                 deadline=Deadline(until_s),
+                done=lambda outcome: self._end(request, outcome),
                 finish=over,
                 salt=request.salt,
                 stopped=lambda: request.cancelled,
@@ -104,12 +91,13 @@ class Handoffs:
             raise InvalidConfig("this engine fetches nothing: it has no pool, or another role")
         slots = request.slots[start_block : ticket.num_blocks]
 
-        def fetch() -> Outcome:
-            return receiver.fetch(
+        def fetch() -> Cancellable | None:
+            return receiver.begin_fetch(
                 ticket,
                 slots,
                 start_block=start_block,
                 deadline=Deadline(until_s),
+                done=lambda outcome: self._end(request, outcome),
                 stopped=lambda: request.cancelled,
             )
 
@@ -118,26 +106,51 @@ class Handoffs:
 
         self._begin(request, fetch, failed)
 
+    def is_running(self, request: Request) -> bool:
+        """Whether jobs may still touch a request's slots."""
+        return request in self._running
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants a request any more: its handoff, if one is under way, ends soon. Does not block."""
+        with self._changed:
+            running = self._running.get(request)
+        if running is not None:
+            running.cancel()
+
     def take(self) -> list[tuple[Request, Outcome]]:
         """What has ended since. For the engine's thread."""
-        with self._lock:
+        with self._changed:
             ended = list(self._ended)
             self._ended.clear()
         return ended
 
     def close(self) -> None:
-        """End the threads. Blocks until those that run have ended: by their deadline, or soon after a cancel."""
-        self._threads.shutdown(wait=True)
+        """Cancel what is under way. Blocks until nobody touches a slot any more: soon, unless a copy hangs."""
+        with self._changed:
+            requests = list(self._running)
+        for request in requests:
+            self.cancel(request)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
 
-    def _begin(self, request: Request, work: Callable[[], Outcome], failed: Callable[[str], Outcome]) -> None:
-        def run() -> None:
-            try:
-                outcome = work()
-            except Exception as error:  # a fault of ours, or bad input: nobody is to wait for it
-                log.exception("the handoff of request %s failed", request.name)
-                outcome = failed(f"{type(error).__name__}: {error}")
-            with self._lock:
-                self._ended.append((request, outcome))
-            self.on_end()
+    def _begin(
+        self, request: Request, work: Callable[[], Cancellable | None], failed: Callable[[str], Outcome]
+    ) -> None:
+        with self._changed:
+            self._running[request] = None
+        try:
+            running = work()
+        except Exception as error:  # a fault of ours, or bad input: nobody is to wait for it
+            log.exception("the handoff of request %s failed", request.name)
+            self._end(request, failed(f"{type(error).__name__}: {error}"))
+            return
+        with self._changed:
+            if request in self._running:
+                self._running[request] = running
 
-        self._threads.submit(run)
+    def _end(self, request: Request, outcome: Outcome) -> None:
+        with self._changed:
+            del self._running[request]
+            self._ended.append((request, outcome))
+            self._changed.notify_all()
+        self.on_end()

@@ -3,13 +3,14 @@
     to be sent    prompt computed -> `keep` the first token -> (the cache writes) -> sent -> over, with a ticket
     taken over    slots, or refused -> (the cache loads) -> fetched -> `release_first_token` the first token -> runs
 
-Decides and tells; bytes move in `handoffs.py`'s threads and in the cache's. Not here: steps and tokens (`engine.py`).
+Decides and tells, and hears what came of it as it hears of the cache's loads; bytes are moved by the cache's executor.
+Not here: steps and tokens (`engine.py`).
 
 Invariants:
 - The first token of a prompt that goes elsewhere leaves with the ticket, so when the pool has every block (rule 7).
 - The first token of one that came is told when everything before it is in its slots, loaded, fetched or computed. What
   fails before that fails without a token.
-- A request whose slots a thread may touch is neither preempted nor released; a cancel waits for the thread (rule 2).
+- A request whose slots a job may touch is neither preempted nor released; a cancel waits for the job's end (rule 2).
 """
 
 import time
@@ -60,6 +61,8 @@ class Handover:
         self._stops = stops
         self._tell = tell
         self._tell_end = tell_end
+        self._num_news = 1  # how often the cache heard something,
+        self._num_seen = 0  # and as it was when it was last asked who is being saved
         if handoffs is not None:
             handoffs.on_end = wake
 
@@ -77,15 +80,13 @@ class Handover:
                 raise InvalidInput(f"the first token is outside the vocabulary of {vocab_size}")
 
     def close(self) -> None:
-        """End the threads. Blocks until nobody touches slots any more: soon, where requests were cancelled before."""
+        """Cancel what is under way. Blocks until nobody touches slots any more."""
         if self._handoffs is not None:
-            self.wake()
             self._handoffs.close()
 
-    def wake(self) -> None:
-        """Have threads see that their requests were cancelled. From any thread. Does not block."""
-        if self._handoffs is not None:
-            self._connector.wake()
+    def noticed(self) -> None:
+        """The cache heard something. From any thread, with one lock held. Does not block."""
+        self._num_news += 1
 
     @property
     def active(self) -> bool:
@@ -96,9 +97,13 @@ class Handover:
         """Begin handoffs that are due, and take in those that have ended."""
         if self._handoffs is None:
             return
+        num_news = self._num_news
+        news, self._num_seen = num_news != self._num_seen, num_news
         for request in list(self._scheduler.running):
-            if isinstance(request.handoff, Sending) and request.phase is RequestPhase.SENDING:
-                self._send(self._handoffs, request, request.handoff)
+            if request.cancelled and self._handoffs.is_running(request):
+                self._handoffs.cancel(request)
+            elif isinstance(request.handoff, Sending) and request.phase is RequestPhase.SENDING:
+                self._send(self._handoffs, request, request.handoff, news=news)
             elif isinstance(request.handoff, Taking) and request.phase is RequestPhase.LOADING:
                 self._fetch(self._handoffs, request, request.handoff)
         for request, outcome in self._handoffs.take():
@@ -120,22 +125,23 @@ class Handover:
         logprob, top = (told.logprob, told.top) if told is not None else (None, ())
         request.kept = FirstToken(token=token, logprob=logprob, top=top), over
         request.phase = RequestPhase.SENDING
+        self._num_seen = 0
 
-    def _send(self, handoffs: Handoffs, request: Request, sending: Sending) -> None:
+    def _send(self, handoffs: Handoffs, request: Request, sending: Sending, *, news: bool) -> None:
         """Send a prompt, unless that has begun. What the cache is writing already is waited for, half of the time."""
         if request.kept is None or request.first_token_s is None:
             return
+        if request.cancelled:
+            self._end(request, Finish.CANCELLED)
+            return
         until_s = min(sending.until_s, request.first_token_s + sending.timeout_s)
-        patience_s = (request.first_token_s + until_s) / 2
-
-        def wait() -> None:  # in the thread that sends: a step of this one may take a second
-            if handoffs.tier:
-                self._connector.wait_saved(request, handoffs.tier, patience_s - time.monotonic())
-
+        has_time = bool(handoffs.tier) and time.monotonic() < (request.first_token_s + until_s) / 2
+        if has_time and (not news or self._connector.saving(request, handoffs.tier)):
+            return  # the end of what is being saved is news
         first, over = request.kept
         request.kept = None
         state = SamplerState(seed=settle_seed(request), position=len(request.prompt) + 1)
-        handoffs.begin_send(request, first, state, over, until_s, wait=wait)
+        handoffs.begin_send(request, first, state, over, until_s)
 
     def _sent(self, request: Request, outcome: Outcome) -> None:
         request.pool_s = time.monotonic() - (request.first_token_s or request.arrived_s)

@@ -12,16 +12,12 @@ The label is the architecture's name, not the directory's: the same model under 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from headwater.core.identity import CacheIdentity, config_digest
+from headwater.core.identity import CacheIdentity, computed_config, config_digest
 from headwater.engine.attention.base import Attention
 from headwater.engine.tokenizer import TOKENIZER
-
-# Who wrote the file, with what, and the dtype it was stored in; nothing of it changes a byte of KV.
-_NOT_COMPUTED_WITH: Final = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def model_identity(
@@ -34,11 +30,10 @@ def model_identity(
     tokenizer: bytes,
 ) -> CacheIdentity:
     """Put the parts together; pure."""
-    meant = {name: value for name, value in config.items() if name not in _NOT_COMPUTED_WITH}
     return CacheIdentity(
         model=architecture,
         weights=weights,
-        config=config_digest({"config": meant, "computed_in": str(dtype)}),
+        config=config_digest({"config": computed_config(config), "computed_in": str(dtype)}),
         layout=attention.layout.fingerprint,
         block_tokens=attention.layout.block_tokens,
         quantisation=attention.quantisation,

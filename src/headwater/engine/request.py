@@ -219,6 +219,22 @@ class Request:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.prompt)
 
+    def usage(self, now_s: float) -> Usage:
+        """What it cost until now, on the monotonic clock."""
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            completion_tokens=self.num_generated,
+            cached_tokens=sum(self.cached_by_tier.values()),
+            cached_by_tier=dict(self.cached_by_tier),
+            computed_tokens=self.num_recomputed,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            total_s=now_s - self.arrived_s,
+            preemptions=self.preemptions,
+            queue_s=None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            pool_s=self.pool_s,
+            num_pool_bytes=self.num_pool_bytes,
+        )
+
     @property
     def waits(self) -> bool:
         """Whether the one it comes after has yet to compute their prompt."""

@@ -150,12 +150,6 @@ class Tokenizer:
             said = said if len(said) <= _LONGEST_WORD else said[:_LONGEST_WORD] + " ..."
             raise InvalidInput(f"the chat template refuses these messages: {said}") from error
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_special_tokens: bool = False, **options: Any
-    ) -> list[int]:
-        """Tokens of a conversation: `apply_chat_template`, encoded without anything added unless told."""
-        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=add_special_tokens)
-
     def _id(self, name: str) -> int | None:
         text = self._special.get(name)
         return None if text is None else self._backend.token_to_id(text)

@@ -2,8 +2,8 @@
 
 Pure counting over block keys and slot numbers: no bytes, no clock, no thread. `PathIndex` is what the saver and the
 loader need of every index; over an engine that evicts by itself there is no more (`lent.py`). `PrefixIndex` owns the
-device's slots besides. Two of them behave alike, block for block: `radix.py`, which is used, and `naive.py`, a dict
-that is easy to believe, the oracle of its tests.
+device's slots besides. Two of them behave alike, block for block: `radix.py`, which is used, and in the tests a dict
+that is easy to believe, its oracle.
 
 What enters is finished (rule 1): `extend` is called with blocks that were computed, or loaded and verified. What is
 still under way stands in the brain, never here.
@@ -150,6 +150,10 @@ class PrefixIndex(PathIndex):
     @abstractmethod
     def num_hot(self, hold: Hold, hits: int) -> int:
         """How many held blocks there are up to the last that was hit at least so often."""
+
+    @abstractmethod
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more; None if they are not all there any more."""
 
     @abstractmethod
     def pin_coldest(self, bit: int) -> Hold | None:

@@ -9,7 +9,6 @@ Splits keep the *lower* part in the old object, so that holds and pins, which po
 need no list of who points where.
 """
 
-import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
@@ -19,12 +18,12 @@ from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.appraisal import Appraisal
 from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.free_leaves import FreeLeaves
 from headwater.index.ghosts import Ghosts, Past
 from headwater.index.runs import Run
 from headwater.policy import Policy
 
 _K: Final = KEY_BYTES
-_REACH: Final = 64  # how far from the next victim `pin_coldest` looks: what lies behind has time
 
 
 class RadixIndex(PrefixIndex):
@@ -44,10 +43,7 @@ class RadixIndex(PrefixIndex):
         self._root = Run(None, 0, Past(0, 0.0, 0), None)
         self._num_blocks = 0
         self._num_guarded = 0
-        # Free leaves: (priority, ticket, run). Entries whose ticket is no longer the run's are stale.
-        self._leaves: list[tuple[float, int, Run]] = []
-        self._num_leaves = 0
-        self._ticket = 0
+        self._leaves = FreeLeaves(self._worth)
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -183,16 +179,19 @@ class RadixIndex(PrefixIndex):
         """Give a pin back. Its run may be cut short or gone after this; what it says of its path stays true."""
         self._guard(cast(Run, pin.at), pins=-1)
 
+    def repin(self, pin: Hold) -> Hold | None:
+        """Pin the blocks of a pin that was given back once more. A run that was evicted is cut short, or empty."""
+        run = cast(Run, pin.at)
+        while run.start >= pin.num_blocks and run.parent is not None:
+            run = run.parent
+        if run.end < pin.num_blocks:
+            return None
+        self._guard(run, pins=1)
+        return Hold(run, pin.num_blocks)
+
     def pin_coldest(self, bit: int) -> Hold | None:
         """Pin the next victim that is not marked with `bit`."""
-        seen: list[tuple[float, int, Run]] = []
-        found: Run | None = None
-        while found is None and len(seen) < _REACH and self._settle():
-            seen.append(heapq.heappop(self._leaves))
-            run = seen[-1][2]
-            found = None if run.marks[-1] & bit else run
-        for entry in seen:
-            heapq.heappush(self._leaves, entry)
+        found = self._leaves.first_without(bit)
         if found is None:
             return None
         self._guard(found, pins=1)
@@ -200,10 +199,9 @@ class RadixIndex(PrefixIndex):
 
     def evict(self) -> Victim | None:
         """Remove the leaf with the lowest priority that nobody holds or pins."""
-        if not self._settle():
+        run = self._leaves.first()
+        if run is None:
             return None
-        leaves = self._leaves
-        _, ticket, run = leaves[0]
         past, depth = run.past, run.end - 1
         key = BlockKey(bytes(run.keys[-_K:]))
         victim = Victim(key, run.slots.pop(), depth, past.hits, past.used_s, run.marks.pop())
@@ -212,19 +210,16 @@ class RadixIndex(PrefixIndex):
         self._worth.left(past, depth)
         self._num_blocks -= 1
         if run.slots:
-            if not run.level:
-                heapq.heapreplace(leaves, (self._priority(run), ticket, run))
+            self._leaves.first_is_shorter()
             return victim
-        heapq.heappop(leaves)
-        run.ticket = 0
-        self._num_leaves -= 1
+        self._leaves.drop_first()
         parent = run.parent
         if parent is None or parent.children is None:
             raise Contradiction("a run that nothing leads to")
         del parent.children[key]
         if not parent.children:
             parent.children = None
-            self._offer(parent)
+            self._leaves.offer(parent)
         return victim
 
     # --- what is held -------------------------------------------------------------------------------------------------
@@ -294,13 +289,13 @@ class RadixIndex(PrefixIndex):
             ]
             for run in self._runs()
         ]
-        leaves = sorted([priority, ticket] for priority, ticket, run in self._leaves if run.ticket == ticket)
+        leaves = sorted([priority, run.ticket] for priority, run in self._leaves)
         return [runs, leaves, self.ghosts.facts(), self._worth.facts()]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
         num_blocks = num_guarded = num_leaves = 0
-        valid = {id(run): priority for priority, ticket, run in self._leaves if run.ticket == ticket}
+        valid = {id(run): priority for priority, run in self._leaves}
         for run in self._runs():
             children = list((run.children or {}).items())
             assert run.children is None or children, "an empty dict of children"
@@ -316,13 +311,13 @@ class RadixIndex(PrefixIndex):
             free_leaf = run.parent is not None and not guards and not children
             assert free_leaf == (run.ticket != 0) == (id(run) in valid), "a free leaf that is not in the order"
             timeless = free_leaf and self._worth.timeless
-            assert not timeless or valid[id(run)] == self._priority(run), "a priority that is not the policy's"
+            assert not timeless or valid[id(run)] == self._leaves.priority(run), "a priority that is not the policy's"
             assert run.maker is None or run.maker.at is run, "a run that is filled by nobody"
             num_blocks += len(run.slots)
             num_guarded += len(run.slots) if guards else 0
             num_leaves += free_leaf
         assert (num_blocks, num_guarded) == (self._num_blocks, self._num_guarded), "blocks do not add up"
-        assert num_leaves == self._num_leaves, "leaves do not add up"
+        assert num_leaves == len(self._leaves), "leaves do not add up"
         assert self._worth.num_blocks == num_blocks, "blocks that were not appraised"
         assert len(self.ghosts) <= self.ghosts.limit, "too many ghosts"
 
@@ -373,7 +368,7 @@ class RadixIndex(PrefixIndex):
                 at.previous_s = past.used_s
                 at.maker = None
             if at.ticket:  # a free leaf that was hit: it is about to be held, and asks again when it is free
-                self._withdraw(at)
+                self._leaves.withdraw(at)
             at = at.parent
 
     def _guard(self, run: Run, *, holds: int = 0, pins: int = 0) -> None:
@@ -390,36 +385,7 @@ class RadixIndex(PrefixIndex):
                 return
             self._num_guarded += len(at.slots) if now else -len(at.slots)
             if now and at.ticket:
-                self._withdraw(at)
+                self._leaves.withdraw(at)
             elif not now:
-                self._offer(at)
+                self._leaves.offer(at)
             at = at.parent
-
-    def _offer(self, run: Run) -> None:
-        """Put a run among the free leaves if it is one."""
-        if run.guards or run.children is not None or run.parent is None or run.ticket:
-            return
-        self._ticket += 1
-        run.ticket = self._ticket
-        self._num_leaves += 1
-        priority = self._priority(run)
-        run.level = self._worth.priority(run.past, run.previous_s, run.start) == priority
-        heapq.heappush(self._leaves, (priority, run.ticket, run))
-        if len(self._leaves) > 2 * self._num_leaves + 64:
-            self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
-            heapq.heapify(self._leaves)
-
-    def _settle(self) -> bool:
-        """Bring a valid entry to the top of the free leaves; False if there is none."""
-        leaves = self._leaves
-        while leaves and leaves[0][2].ticket != leaves[0][1]:
-            heapq.heappop(leaves)
-        return bool(leaves)
-
-    def _withdraw(self, run: Run) -> None:
-        run.ticket = 0
-        self._num_leaves -= 1
-
-    def _priority(self, run: Run) -> float:
-        """What the last block of a run is worth."""
-        return self._worth.priority(run.past, run.previous_s, run.end - 1)

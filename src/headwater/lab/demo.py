@@ -20,18 +20,18 @@ import numpy as np
 import torch
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity, config_digest
 from headwater.core.keys import block_keys
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import KVLayout
 from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy import gather, scatter
 

@@ -24,18 +24,19 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from headwater.build import open_pool
-from headwater.config import pool_kind
+from headwater.config.stores import pool_kind
 from headwater.core.errors import HeadwaterError, HostTierUnavailable, InvalidConfig
 from headwater.core.results import Status
 from headwater.core.version import __version__
+from headwater.lab.finding import FAIL, OK, WARN, Check
+from headwater.lab.pool_diagnosis import diagnose
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
-from headwater.layout.samples import sample_layouts
 from headwater.layout.spec import opaque_layout
-from headwater.pool.diagnosis import diagnose
 from headwater.storage.base import Deadline, Store
 from headwater.storage.local import directory
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.samples import sample_layouts
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from headwater.transfer.device.copy_engine import CopyEngine
     from headwater.transfer.device.wire import Direction
 
-OK: Final = "ok"
-WARN: Final = "warn"
-FAIL: Final = "fail"
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  the tmpfs of every Linux
 _LITTLE_ROOM: Final = 1 << 30
 _TRY_BYTES: Final = 64 << 20
@@ -57,16 +55,6 @@ _PLANES: Final = 64
 _PLANE_BYTES: Final = 128 << 10  # 64 of them: a block of 64 tokens of a usual model
 _COPIED_BLOCKS: Final = (1, 8, 32)
 _ROUNDS: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line."""
-
-    name: str
-    state: str
-    found: str
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +126,7 @@ def _pool(url: str) -> list[Check]:
     try:
         kind = pool_kind(url)
         if kind == "mooncake":
-            return [Check(one.name, one.state, one.found, one.hint) for one in diagnose(url)]
+            return diagnose(url)
         with open_pool(url) as store:
             return [_try_pool(store)]
     except InvalidConfig as error:

@@ -1,4 +1,4 @@
-"""Rule 9: the positions of a partial block that hold no token are zero before the block is sealed.
+"""Rule 9: the positions of a partial block that hold no token are zero before it is sealed, and when it is used.
 
 What an engine left there (an older request's KV, rejected draft tokens) is not the page's, and must not change its
 digest either: two writers of the same tail seal the same bytes.
@@ -8,8 +8,25 @@ import math
 
 import numpy as np
 
-from headwater.core.errors import InvalidInput, InvalidLayout
+from headwater.core.errors import InvalidConfig, InvalidInput, InvalidLayout
 from headwater.layout.spec import KVLayout
+
+
+def require_tails(layout: KVLayout) -> None:
+    """Raise InvalidConfig for a layout whose blocks cannot be cut between tokens: it has no tails to hand over."""
+    blunt = [plane.name for plane in layout.planes if plane.token_axis is None]
+    if blunt:
+        raise InvalidConfig(
+            f"plane {blunt[0]} does not say which axis its tokens are on, so a prompt's last block cannot be handed "
+            "over: give its Plane a token_axis, or do not part prefill from decode"
+        )
+
+
+def is_zero_behind(payload: memoryview, layout: KVLayout, valid_tokens: int) -> bool:
+    """Whether a payload holds nothing behind so many tokens. Mutates nothing. Raises as `zero_tail`."""
+    clean = bytearray(payload)
+    zero_tail(memoryview(clean), layout, valid_tokens)
+    return np.array_equal(np.frombuffer(payload, np.uint8), np.frombuffer(clean, np.uint8))
 
 
 def zero_tail(payload: memoryview, layout: KVLayout, valid_tokens: int) -> None:

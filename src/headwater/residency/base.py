@@ -2,7 +2,7 @@
 
     apply(update) -> Applied            lookup(keys) -> Found            nodes() -> who is there
 
-What every index keeps to (`headwater.testing.residency_machine` checks it):
+What every index keeps to (`tests/machines/residency_machine.py` checks it):
 
 - It never claims a block of a node that was never there: a claim is something that node said, in this epoch.
 - Updates of a node count in order, each once. A hole in their numbers makes the node *doubtful*: what it said still
@@ -15,12 +15,12 @@ What every index keeps to (`headwater.testing.residency_machine` checks it):
 `apply` and `lookup` never raise for trouble with a server: they say so, by their deadline.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+from headwater.core.closing import Closing
 from headwater.core.keys import BlockKey, Extra, Tokens, block_keys
 from headwater.residency.events import TIERS, Applied, Update
 from headwater.storage.base import Deadline
@@ -66,7 +66,7 @@ class Node:
     doubtful: bool
 
 
-class Residency(ABC):
+class Residency(Closing):
     """The index. All calls may come from several threads."""
 
     @abstractmethod
@@ -88,14 +88,6 @@ class Residency(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
 
 def lookup_tokens(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self
 
-from headwater.config import ResidencyConfig
+from headwater.config.residency import ResidencyConfig
 from headwater.core.events import Move, Removed, Stored
 from headwater.core.keys import BlockKey
 from headwater.metrics import Metrics

@@ -218,7 +218,7 @@ class Face:
         """Hear a heartbeat."""
         body = await self.bodies.object_of(http, _MAX_BEAT_BYTES)
         try:
-            return JSONResponse(self.router.heard(Heartbeat.read(body)))
+            return JSONResponse(self.router.membership.heard(Heartbeat.read(body)))
         except NodeRefused as error:
             code = NAME_TAKEN if isinstance(error, NameTaken) else "node_refused"
             raise ApiError(409, str(error), code=code) from error
@@ -233,7 +233,7 @@ class Face:
             raise errors.invalid("node", "node must name a node")
         draining = fields.get("draining") is None or fields.flag("draining")
         try:
-            return JSONResponse(self.router.drain(node, draining=draining))
+            return JSONResponse(self.router.membership.drain(node, draining=draining))
         except InvalidInput as error:
             raise ApiError(404, str(error), param="node", code="not_found") from error
 

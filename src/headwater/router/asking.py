@@ -16,8 +16,9 @@ from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
-from headwater.router.relay import NodeCall, Relay, RelayedAnswer, Trouble, Unanswered
+from headwater.router.relay import NodeCall, Relay, RelayedAnswer
 from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequest, RoutePhase, with_usage
+from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.whole import WholeNodeAnswer
 
 _PREFILL: Final = "/pd/prefill"

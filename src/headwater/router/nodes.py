@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from headwater.config import is_loopback
+from headwater.config.checks import is_loopback
 from headwater.core.breaker import Breaker
 from headwater.core.errors import InvalidInput
 from headwater.core.role import Role

@@ -15,49 +15,28 @@ from the environment.
 """
 
 import asyncio
-import enum
 import json
-import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.core.errors import NotInstalled
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
 from headwater.disagg.headers import ATTEMPT, REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import NotProven, node_called
-from headwater.disagg.outcome import NOT_FINITE
 from headwater.disagg.signing import Peer
+from headwater.router.trouble import NO_ROOM, Trouble, Unanswered, judge, no_connection, too_large, untrusted, words
 
 try:
     import httpx2
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
-# What a decode node may say of the pages that a ticket names, where only another prefill helps; all else that goes
-# wrong with its reading is its own, and another node may do better.
-PREFILL_AGAIN: Final = frozenset({"missing", "damaged", "foreign", "expired", "unknown_version", "used"})
 
-_NO_ROOM: Final = (429, 503)
 _MAX_ERROR_BYTES: Final = 64 << 10
-_MAX_REASON: Final = 300
-_CODE: Final = re.compile("[a-z_]{1,64}")
 _TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
-
-
-class Trouble(enum.StrEnum):
-    """Why a node did not answer."""
-
-    REFUSED = "refused"  # no room: ask another
-    REJECTED = "rejected"  # the client's fault: it hears what the node said
-    MISSING = "missing"  # the pool has not, or not whole, what the ticket names: prefill again
-    NOT_FINITE = "not_finite"  # the model computed NaN: by this prompt, or on that node, which another will tell
-    FAILED = "failed"  # the node said so, or said nonsense
-    BROKEN = "broken"  # no connection, or it broke
-    UNREACHED = "unreached"  # no connection in time: it may be gone, or have too much to do, or we have
-    HUNG = "hung"  # not a word, not even about itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +51,6 @@ class NodeCall:
     attempt: str  # a name of its own for each attempt: a client may send the same id twice
     timeout_s: float  # left until the request's deadline
     stream: bool = False  # events are wanted
-
-
-class Unanswered(HeadwaterError):
-    """A node did not answer. The message is for the client; `document` is the node's own, where that is to go on."""
-
-    def __init__(
-        self, trouble: Trouble, reason: str, *, status: int = 502, document: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(reason)
-        self.trouble = trouble
-        self.status = status
-        self.document = document
 
 
 class RelayedAnswer:
@@ -120,7 +87,7 @@ class RelayedAnswer:
             body += chunk
             if len(body) > self._limit_bytes:
                 raise (
-                    _too_large(self._limit_bytes)
+                    too_large(self._limit_bytes)
                     if asked_for
                     else Unanswered(Trouble.FAILED, f"{self._node_call.node} sent more than {self._limit_bytes} bytes")
                 )
@@ -220,11 +187,11 @@ class Relay:
                 raise  # the caller's own
             raise Unanswered(Trouble.HUNG, f"{call.node} {watch.why}") from None
         except NotProven as error:
-            raise _untrusted(call.node, error) from error
+            raise untrusted(call.node, error) from error
         except httpx2.ConnectTimeout as error:
-            raise _no_connection(call.node, self._connect_s) from error
+            raise no_connection(call.node, self._connect_s) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise Unanswered(Trouble.BROKEN, f"the connection to {call.node} failed: {_words(error)}") from error
+            raise Unanswered(Trouble.BROKEN, f"the connection to {call.node} failed: {words(error)}") from error
 
     async def _send(self, call: NodeCall) -> httpx2.Response:
         headers = {
@@ -253,7 +220,7 @@ class Relay:
                 try:
                     await self._peer(node, url).prove(connect_s=self._connect_s)
                 except NotProven as error:
-                    return None if error.status in _NO_ROOM else f"{node} is not trusted: {error}"
+                    return None if error.status in NO_ROOM else f"{node} is not trusted: {error}"
                 return ""
         return None
 
@@ -274,11 +241,11 @@ class Relay:
         try:
             await peer.prove(connect_s=self._connect_s)
         except NotProven as error:
-            raise _untrusted(node, error) from error
+            raise untrusted(node, error) from error
         except TimeoutError as error:
-            raise _no_connection(node, self._connect_s) from error
+            raise no_connection(node, self._connect_s) from error
         except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
-            raise Unanswered(Trouble.BROKEN, f"the connection to {node} failed: {_words(error)}") from error
+            raise Unanswered(Trouble.BROKEN, f"the connection to {node} failed: {words(error)}") from error
 
     # --- whether it still works ---------------------------------------------------------------------------------------
 
@@ -354,43 +321,6 @@ class _Watch:
                 return
 
 
-def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswered:
-    """What an answer that is not 200 means. Pure."""
-    error = (document or {}).get("error")
-    error = error if isinstance(error, dict) else {}
-    said = error.get("message")
-    reason = said[:_MAX_REASON] if isinstance(said, str) and said else f"status {status}"
-    about = f"{node}: {reason}"
-    if status in _NO_ROOM:
-        return Unanswered(Trouble.REFUSED, about, status=503)
-    if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
-        # Only the client hears the message, which may hold what it wrote: what is said here is shown to others.
-        return Unanswered(Trouble.REJECTED, _code(error), status=status, document=dict(document))
-    kind = (document or {}).get("kind")
-    if status == 502 and isinstance(kind, str) and kind in PREFILL_AGAIN:
-        at = (document or {}).get("first_missing_block")
-        where = f" from block {at} on" if isinstance(at, int) else ""
-        return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
-    return Unanswered(Trouble.NOT_FINITE if error.get("code") == NOT_FINITE else Trouble.FAILED, about)
-
-
-def _too_large(limit_bytes: int) -> Unanswered:
-    message = f"the answer is larger than the {limit_bytes} bytes that a router holds: ask for less of it, or stream it"
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "answer_too_large"}
-    return Unanswered(Trouble.REJECTED, "answer_too_large", status=400, document={"error": error})
-
-
-def _untrusted(node: str, error: NotProven) -> Unanswered:
-    """What an answer means that anybody may have given. Nothing of it counts, but that there is no room."""
-    if error.status in _NO_ROOM:
-        return Unanswered(Trouble.REFUSED, f"{node}: status {error.status}", status=503)
-    return Unanswered(Trouble.BROKEN, f"{node} is not trusted: {error}")
-
-
-def _no_connection(node: str, connect_s: float) -> Unanswered:
-    return Unanswered(Trouble.UNREACHED, f"there was no connection to {node} within {connect_s:g} s")
-
-
 async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:
     body = bytearray()
     async for chunk in response.aiter_raw():
@@ -406,13 +336,3 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _code(error: Mapping[str, Any]) -> str:
-    """What is wrong, in a word of a node's own."""
-    code = error.get("code")
-    return code if isinstance(code, str) and _CODE.fullmatch(code) else "no code"
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_REASON]

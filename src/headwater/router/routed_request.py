@@ -13,7 +13,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.disagg.width import num_choices
 from headwater.router.choice import Candidate, Held, NodeChoice, Size
 from headwater.router.nodes import NodeSlot
-from headwater.router.relay import Unanswered
+from headwater.router.trouble import Unanswered
 
 _NUM_SHOWN: Final = 16  # decisions of one request
 _WANTED: Final = 128  # tokens, where the client does not say

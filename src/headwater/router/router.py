@@ -85,30 +85,27 @@ this router that it still works on}, 404 if no such node is there.
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from headwater.config import is_loopback
 from headwater.core.role import Role
 from headwater.disagg.events import event_of
-from headwater.disagg.heartbeat import Heartbeat
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
 from headwater.router.choice import Candidate, NodeChoice, choose_decode, choose_entry
 from headwater.router.lookup import Looker, Lookup
-from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeSlot, NodeTable
-from headwater.router.relay import Relay, Trouble, Unanswered
+from headwater.router.membership import Membership
+from headwater.router.nodes import NodeSlot, NodeTable
+from headwater.router.relay import Relay
 from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, RoutedRequest
 from headwater.router.settings import RouterConfig
+from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.wait_line import WaitLine
 
 log: Final = logging.getLogger("headwater")
 
-_CLOCKS_S: Final = 10.0  # that a node's clock may differ, before that is told
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked
 _Taken = tuple[Candidate, NodeSlot]
@@ -132,92 +129,19 @@ class Router:
         self._asker = Asker(
             self._relay, self.nodes, metrics, fair_s=config.request_timeout_s / 2, changed=self._changed
         )
+        self.membership = Membership(self.nodes, self._relay, metrics, node_key=config.node_key, changed=self._changed)
         self._looker = Looker(lookup, timeout_s=config.lookup_timeout_s)
         self._entrance, self._handover = WaitLine(), WaitLine()
         self._trips: set[RoutedRequest] = set()
         self._num_promised = 0  # slots of decode nodes
         self._turns = {False: 0, True: 0}  # of entries, and of those with a ticket
         self._decisions: deque[dict[str, Any]] = deque(maxlen=config.num_decisions)
-        self._greetings: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         """Close connections. Idempotent."""
         self._looker.close()
-        for task in self._greetings:
-            task.cancel()
-        if self._greetings:
-            await asyncio.wait(self._greetings)
+        await self.membership.aclose()
         await self._relay.aclose()
-
-    # --- nodes --------------------------------------------------------------------------------------------------------
-
-    def heard(self, heartbeat: Heartbeat) -> dict[str, Any]:
-        """Take in a heartbeat; what the node is told. Raises NodeRefused."""
-        try:
-            self._require_reach(heartbeat)
-            came = self.nodes.heard(heartbeat, self._sweep())
-        except NodeRefused as error:
-            self.metrics.event("node_refused", node=heartbeat.node, why=str(error))
-            raise
-        if came is not HeartbeatKind.KNOWN:
-            self.metrics.event(
-                "node_joined" if came is HeartbeatKind.NEW else "node_left", node=heartbeat.node, role=heartbeat.role
-            )
-        if came is HeartbeatKind.NEW:
-            self._compare_clocks(heartbeat)
-        if self.nodes.get(heartbeat.node) is None:
-            self._relay.forget(heartbeat.node)
-        else:
-            task = asyncio.create_task(self._greet(heartbeat), name=f"greeting {heartbeat.node}")
-            self._greetings.add(task)
-            task.add_done_callback(self._greetings.discard)
-        self._changed()
-        entry = self.nodes.get(heartbeat.node)
-        return {"node": heartbeat.node, "came": came, "draining": entry is not None and entry.draining}
-
-    def _require_reach(self, heartbeat: Heartbeat) -> None:
-        if self.config.node_key.own and not is_loopback(urlsplit(heartbeat.url).hostname or ""):
-            raise NodeRefused(
-                f"this router was given no node key, so it takes nodes on loopback only, and none at {heartbeat.url}: "
-                "start all of them with --node-key-file"
-            )
-
-    def _compare_clocks(self, heartbeat: Heartbeat) -> None:
-        """Tickets expire by the wall clock, so who reads them must have the same time as who made them, or nearly."""
-        ahead_s = 0.0 if heartbeat.clock_s is None else heartbeat.clock_s - time.time()
-        if abs(ahead_s) > _CLOCKS_S:
-            how = "ahead of" if ahead_s > 0 else "behind"
-            log.warning("the clock of %s is %.0f s %s this router's: set both", heartbeat.node, abs(ahead_s), how)
-            self.metrics.event("clock_differs", node=heartbeat.node, ahead_s=ahead_s)
-
-    async def _greet(self, heartbeat: Heartbeat) -> None:
-        """Have a node prove itself again before anybody waits for that."""
-        entry = self.nodes.get(heartbeat.node)
-        if entry is None or entry.heartbeat.url != heartbeat.url:
-            return
-        why = await self._relay.greet(heartbeat.node, heartbeat.url)
-        if why is None:  # it says nothing either way
-            return
-        if why and not entry.doubted:  # once
-            log.warning("%s", why)
-            self.metrics.event("node_unproven", node=heartbeat.node, why=why)
-        entry.doubted = bool(why)
-
-    def drain(self, node: str, *, draining: bool) -> dict[str, Any]:
-        """Give a node nothing new, or something again. Raises InvalidInput if it is not there."""
-        self._sweep()
-        entry = self.nodes.drain(node, draining=draining)
-        self.metrics.event("node_drained" if draining else "node_taken_back", node=node)
-        self._changed()
-        return {"node": node, "draining": entry.draining, "requests": entry.num_running}
-
-    def _sweep(self) -> float:
-        """The time, with everybody gone whose lease ran out before it."""
-        now_s = asyncio.get_running_loop().time()
-        for node in self.nodes.expire(now_s):
-            self.metrics.event("node_expired", node=node)
-            self._relay.forget(node)
-        return now_s
 
     def _changed(self) -> None:
         self._entrance.changed()
@@ -232,12 +156,12 @@ class Router:
 
     def ready(self) -> bool:
         """Whether a request could be answered, as far as anybody knows; a node without room will have some."""
-        usable = {one.role for one in self.nodes.facts(self._sweep()) if not (one.draining or one.resting)}
+        usable = {one.role for one in self.nodes.facts(self.membership.sweep()) if not (one.draining or one.resting)}
         return Role.MIXED in usable or {Role.PREFILL, Role.DECODE} <= usable
 
     def state(self) -> dict[str, Any]:
         """Nodes, queues, and the last decisions with their reasons, newest first."""
-        now_s = self._sweep()
+        now_s = self.membership.sweep()
         return {
             "ready": self.ready(),
             "nodes": self.nodes.documents(now_s),
@@ -254,12 +178,12 @@ class Router:
 
     def models(self) -> dict[str, tuple[int | None, float]]:
         """Models that can be asked for: tokens that every node takes, and since when, on the event loop's clock."""
-        self._sweep()
+        self.membership.sweep()
         return self.nodes.models()
 
     def gauges(self) -> None:
         """Say how things stand, to the metrics."""
-        for (role, state), count in self.nodes.counts(self._sweep()).items():
+        for (role, state), count in self.nodes.counts(self.membership.sweep()).items():
             self.metrics.gauge("router_nodes", count, role=role, state=state)
         waiting = self._entrance.num_waiting + self._handover.num_waiting
         self.metrics.gauge("router_under_way", waiting, state="waiting")
@@ -406,7 +330,7 @@ class Router:
         )
 
     def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> NodeChoice:
-        facts = self.nodes.facts(self._sweep())
+        facts = self.nodes.facts(self.membership.sweep())
         if with_ticket:
             return choose_decode(facts, routed.size, routed.held, turn=self._turns[True], failed=routed.failed)
         return choose_entry(
@@ -431,7 +355,7 @@ class Router:
         """What a request takes of the slots of whoever will answer it."""
         if routed.call.num_answers == 1:
             return 1
-        facts = self.nodes.facts(self._sweep())
+        facts = self.nodes.facts(self.membership.sweep())
         return max((one.num_slots(routed.size) for one in facts if one.role is not Role.PREFILL), default=1)
 
     def _promise(self, routed: RoutedRequest, num_slots: int) -> None:

@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.build import open_residency
-from headwater.config import MEMORY_URL, ResidencyConfig, is_loopback, require_node_key
+from headwater.config.checks import is_loopback
+from headwater.config.residency import MEMORY_URL, ResidencyConfig
+from headwater.config.serve import require_node_key
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.disagg.prompt import Asking
 from headwater.engine.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any, Final
 
-from headwater.config import is_loopback
+from headwater.config.checks import is_loopback
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors

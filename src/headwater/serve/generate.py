@@ -12,13 +12,14 @@ from headwater.core.errors import NotInstalled
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
-from headwater.serve.answer import Answer, ClientLeft, TextPiece
+from headwater.serve.answer import Answer, ClientLeft
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import token_id
 from headwater.serve.openai import Api, Head, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
+from headwater.serve.transcript import TextPiece
 from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
 try:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Final
 from urllib.parse import urlsplit
 
-from headwater.config import ServeConfig, is_loopback
+from headwater.config.checks import is_loopback
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 
 log = logging.getLogger("headwater")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
     from headwater.engine.tokenizer import Tokenizer
-    from headwater.serve.answer import Likelihood
+    from headwater.serve.transcript import Likelihood
 
 Document: TypeAlias = dict[str, Any]
 NameToken: TypeAlias = Callable[[int], str]  # what a token is called

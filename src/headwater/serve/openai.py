@@ -16,7 +16,7 @@ from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
 
 if TYPE_CHECKING:  # loads torch, and who only reads bodies has no use for it
-    from headwater.serve.answer import Likelihood, TextPiece
+    from headwater.serve.transcript import Likelihood, TextPiece
 
 Document: TypeAlias = dict[str, Any]
 

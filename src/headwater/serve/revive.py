@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from headwater.cache.cache import TieredCache
-from headwater.config import require_url
+from headwater.config.checks import require_url
 from headwater.core.errors import HeadwaterError, InvalidInput
 
 REVIVE: Final = "/admin/revive"

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from headwater.build import Running
-from headwater.config import ServeConfig, default_node
+from headwater.config.environment import default_node
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
 from headwater.disagg.headers import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
-from headwater.serve.answer import Answer, Transcript, Unread
+from headwater.serve.answer import Answer, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
@@ -42,6 +43,7 @@ from headwater.serve.prompts import require_room
 from headwater.serve.reader_process import directory_digest
 from headwater.serve.readers import Readers, Spare
 from headwater.serve.reading import Envelope, Question, Reader
+from headwater.serve.transcript import Transcript
 
 try:
     from starlette.requests import Request

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from headwater.build import open_engine
-from headwater.config import ServeConfig, is_loopback
+from headwater.config.checks import is_loopback
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from headwater.serve import errors
-from headwater.serve.answer import Choice, TextPiece
+from headwater.serve.answer import Choice
 from headwater.serve.logprobs import NameToken
 from headwater.serve.openai import Api, Head, Said, dump
+from headwater.serve.transcript import TextPiece
 
 MAX_ANSWER_BYTES: Final = 32 << 20  # less than a router holds (`max_answer_bytes`)
 

@@ -6,7 +6,7 @@ shipped conformance suite (`headwater.testing.stores`):
 
 - One result per item, in the order asked; a bad item never spoils its neighbours; an empty batch is fine.
 - No call outlives its deadline by more than one page's copy or one look at an index. What was not done by then is LATE,
-  and published nothing. (A store that is not `interruptible` cannot promise the first: see `calls.py`.)
+  and published nothing. (One that is not `interruptible` cannot promise the first: executors give it up.)
 - The first complete frame under a name stays until it is deleted or evicted; a second put of the name is EXISTS.
 - `get_into` fills a destination of exactly the frame's size, or leaves the result at something other than HIT.
 - A store that knows parents keeps no page without the one before it: a put answers NO_PARENT (pages of one put are
@@ -19,9 +19,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self
 
+from headwater.core.closing import Closing
 from headwater.core.errors import StoreError
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -66,7 +66,7 @@ class Deadline:
         return self.clock.monotonic() >= self.at_s
 
 
-class Store(ABC):
+class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
     What one can do besides is asked of it (`addressable`, `cached_names`, `registering`, `damageable`, `listing`), and
@@ -116,6 +116,10 @@ class Store(ABC):
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames into buffers of exactly their size. The bytes are not verified: see `verified.py`."""
 
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """The same as `get_into`, and counts as no use where the store keeps what is used: nobody asked for it."""
+        return self.get_into(pages, deadline=deadline)
+
     @abstractmethod
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Whether each page seems to be there. A hint: in doubt, or too late, False."""
@@ -127,14 +131,6 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-    def __enter__(self) -> Self:
-        """Return self; the store closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
 
 def portions(num_pages: int, smallest: int) -> list[int]:

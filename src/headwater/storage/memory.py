@@ -86,9 +86,15 @@ class MemoryStore(Store):
         """Copy frames out."""
         with self._lock:
             self._require_open()
-            return [self._get(name, buffer, deadline) for name, buffer in pages]
+            return [self._get(name, buffer, deadline, use=True) for name, buffer in pages]
 
-    def _get(self, name: PageName, buffer: memoryview, deadline: Deadline) -> Status:
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """Copy frames out. Who leaves next stays as it was."""
+        with self._lock:
+            self._require_open()
+            return [self._get(name, buffer, deadline, use=False) for name, buffer in pages]
+
+    def _get(self, name: PageName, buffer: memoryview, deadline: Deadline, *, use: bool) -> Status:
         entry = self._entries.get(name)
         if entry is None:
             return Status.MISS
@@ -97,8 +103,9 @@ class MemoryStore(Store):
         if len(buffer) != len(entry.frame):
             return Status.SHORT
         buffer[:] = entry.frame
-        entry.hits += 1
-        self._touch(name, self._clock.time(), times=1)
+        if use:
+            entry.hits += 1
+            self._touch(name, self._clock.time(), times=1)
         return Status.HIT
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:

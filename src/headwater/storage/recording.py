@@ -23,7 +23,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from headwater.config import MIN_RECORD_BYTES, CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.serve import MIN_RECORD_BYTES
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from headwater.config import MIN_LIMIT_BYTES
+from headwater.config.stores import MIN_LIMIT_BYTES
 from headwater.core.errors import InvalidInput
 from headwater.storage.local import directory
 from headwater.storage.local.geometry import SECTOR, Geometry, sectors

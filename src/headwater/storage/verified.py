@@ -11,7 +11,7 @@ and what their digests must be, `settle` hears what it found.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -83,42 +83,58 @@ class VerifiedStore(Store):
         self._require_open()
         return self._store.put(pages, deadline=deadline)
 
-    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
-        """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish."""
+    def get_into(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        *,
+        deadline: Deadline,
+        judged: Callable[[Sequence[Status]], None] | None = None,
+    ) -> list[Status]:
+        """Copy frames into buffers and verify them there. A buffer whose result is not HIT holds rubbish.
+
+        `judged` hears the results before bad pages are removed: a store may hang in that.
+        """
+        return self._get_into(pages, deadline, judged, use=True)
+
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """The same, and counts as no use. Never in place: nobody waits, and the store's own call leaves us the GIL."""
+        return self._get_into(pages, deadline, None, use=False)
+
+    def _get_into(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        deadline: Deadline,
+        judged: Callable[[Sequence[Status]], None] | None,
+        *,
+        use: bool,
+    ) -> list[Status]:
         self._require_open()
         if self.switched_off:
             return [Status.FAILED] * len(pages)
         for _, buffer in pages:
             if len(buffer) != self.frame_bytes:
                 raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
-        in_place = self._store.addressable()
+        in_place = self._store.addressable() if use else None
         if in_place is not None:
             results = self._get_in_place(in_place, pages, deadline)
-        elif self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
+        elif use and self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
             results = self._get_beside(pages, deadline)
         else:
             portion = 1 if self._store.cheap_calls else max(1, len(pages))
+            read = self._store.get_into if use else self._store.peek_into
             results = []
             for start in range(0, len(pages), portion):
                 asked = pages[start : start + portion]
-                got = self._store.get_into(asked, deadline=deadline)
-                results += self._judge_all(asked, got)
+                got = read(asked, deadline=deadline)
+                results += self._judge_all(asked, got, yields=not use)
+        if judged is not None:
+            judged(results)
         self._learn(pages, results, deadline)
         return results
 
-    def check(
-        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status], *, deadline: Deadline
-    ) -> list[Status]:
-        """Verify what somebody else's `get_into` put into private buffers, as `get_into` does here.
-
-        For who reads on threads of its own (`calls.py`) and verifies while the next pages are on their way.
-        """
-        self._require_open()
-        if self.switched_off:
-            return [Status.FAILED] * len(pages)
-        results = self._judge_all(pages, got)
-        self._learn(pages, results, deadline)
-        return results
+    def refuse(self, name: PageName, *, deadline: Deadline) -> None:
+        """Throw out a page that was read and verified, and is still not what its reader must get (rule 8)."""
+        self._throw_out([(name, Status.FOREIGN)], deadline)
 
     def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | Status]:
         """Pages to be copied straight out of the store, up to the first that is not there or whose header is bad.

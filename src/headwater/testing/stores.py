@@ -20,7 +20,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Addressable, Borrow, Deadline, Reservation, Store
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
-from headwater.storage.wrappers import Faults, FaultyStore
+from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, SamplePage, items, sample_chain, sample_page
 
 

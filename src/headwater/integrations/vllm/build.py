@@ -14,7 +14,9 @@ from headwater.build import open_host_pages, open_publisher, open_recorder
 from headwater.build import open_tiers as open_tiers  # tests put stores in its place
 from headwater.cache.lent import LentBrain
 from headwater.cache.lent_cache import LentCache
-from headwater.config import CacheConfig, ResidencyConfig, default_node
+from headwater.config.cache import CacheConfig
+from headwater.config.environment import default_node
+from headwater.config.residency import ResidencyConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
 from headwater.disagg.prompt_pages import is_asked, say_pages

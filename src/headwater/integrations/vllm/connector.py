@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,21 +23,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from headwater.core.errors import InvalidConfig, InvalidLayout, RankUnavailable
-from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler, open_worker
+from headwater.core.errors import InvalidConfig
+from headwater.integrations.vllm.build import OpenScheduler, OpenWorker, open_scheduler
 from headwater.integrations.vllm.counted import Counted
 from headwater.integrations.vllm.engine_facts import (
     checkpoint_directory,
     engine_facts,
+    is_only_rank,
     one_run_layout,
     require_cacheable,
     require_orderly,
 )
-from headwater.integrations.vllm.executor import ExecutorProcess, Starting, begin_ahead, give_up_ahead, take_begun
+from headwater.integrations.vllm.executor import ExecutorProcess, begin_ahead, give_up_ahead
 from headwater.integrations.vllm.identity import as_fields, rank_identity
 from headwater.integrations.vllm.metadata import Orders, RankFacts, Report
-from headwater.integrations.vllm.pacer import Flight
-from headwater.integrations.vllm.registered import RegisteredCache, say_planes
+from headwater.integrations.vllm.opening import Opening
+from headwater.integrations.vllm.pacer import Flight, scheduled_tokens
+from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.integrations.vllm.settings import AUTO_LAYOUT, ExecutorKind, LoadMode, OnFailure, read_config
 from headwater.integrations.vllm.stats import HeadwaterProm, HeadwaterStats, kv_events, stats_of
 from headwater.integrations.vllm.weights import remembered, weights_digest
@@ -82,11 +83,6 @@ class Introduction(KVConnectorHandshakeMetadata):
     facts: RankFacts
 
 
-def _is_only_rank(vllm_config: "VllmConfig") -> bool:
-    parallel = vllm_config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size) == 1
-
-
 class _PoolPins:
     """Blocks of vLLM's pool, each with one owner more."""
 
@@ -122,7 +118,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_tokens = int(spec.block_size)
         self._saves, self._loads = transfer.is_kv_producer, transfer.is_kv_consumer
         self._worker: OpenWorker | ExecutorProcess | None = None
-        self._starting: Starting | None = None
+        self._opening = Opening(self._config, overlapping=vllm_config.max_concurrent_batches)
         self._facts: RankFacts | None = None
         self._scheduler: OpenScheduler | None = None
         self._counted: Counted | None = None
@@ -139,7 +135,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         """How vLLM shall lay out its KV; None: as it likes. What a backend does not have, vLLM drops itself."""
         config = read_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         # Its worker is in this process, and busy for a while.
-        if torch.cuda.is_initialized() and _is_only_rank(vllm_config):  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized() and is_only_rank(vllm_config):  # type: ignore[no-untyped-call]
             begin_ahead(config)
         return one_run_layout(vllm_config) if config.layout == AUTO_LAYOUT else config.layout
 
@@ -155,7 +151,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._register(kv_caches)
         except BaseException:
-            self._give_up_executor()
+            self._opening.give_up()
             raise
 
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -176,20 +172,8 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             block_tokens=self._block_tokens,
         )
         self._on_gpu = device.device.type == "cuda"
-        self._open_here = partial(self._open_threads, device, identity=identity.digest, rank=rank, world=world)
-        if self._config.executor is ExecutorKind.PROCESS or (
-            self._config.executor is ExecutorKind.AUTO and self._on_gpu
-        ):
-            try:
-                planes = say_planes(device)
-                self._starting = take_begun(self._config, on_gpu=self._on_gpu)
-                self._starting.show(planes, identity=identity.digest, rank=rank, world=world)
-            except (InvalidLayout, OSError, ValueError) as error:
-                self._give_up_executor()
-                self._without_executor(error)
-        if self._starting is None:
-            give_up_ahead()
-            self._open_here()
+        self._opening.begin(device, identity=identity.digest, rank=rank, world=world)
+        self._take_worker()
         self._facts = RankFacts(
             rank=rank,
             world=world,
@@ -199,45 +183,18 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
             identity=as_fields(identity),
         )
 
-    def _give_up_executor(self) -> None:
-        """One that begins is not wanted any more; idempotent."""
-        starting, self._starting = self._starting, None
-        if starting is not None:
-            starting.give_up()
-        give_up_ahead()
-
-    def _open_threads(self, device: RegisteredCache, **facts: Any) -> None:
-        """Blocks are moved by threads of this process. Blocks, while memory is registered."""
-        overlapping = self._vllm_config.max_concurrent_batches
-        self._worker = worker = open_worker(self._config, device, overlapping=overlapping, **facts)
-        worker.get_ready(lambda told: log.info("Headwater: %s", told))
-        self._counted = Counted(worker.metrics)
-
-    def _without_executor(self, error: Exception) -> None:
-        """Say that threads have to do. Raises InvalidConfig if they are not wanted."""
-        if self._config.executor is ExecutorKind.PROCESS:
-            raise InvalidConfig(f"executor=process: {error}") from error
-        log.warning("Headwater: %s. Blocks are moved by threads of this process, which slows it down a little", error)
-
-    def _wait_for_executor(self) -> None:
-        if self._starting is None:
-            return
-        starting, self._starting = self._starting, None
-        try:
-            executor = starting.wait(overlapping=self._vllm_config.max_concurrent_batches)
-        except RankUnavailable as error:
-            self._without_executor(error)
-            self._open_here()
-            return
-        self._worker = executor
-        if self._facts is not None:
-            self._facts = replace(self._facts, far=True)
-        self._counted = Counted(executor.metrics)
-        log.info("Headwater: blocks are moved by process %d", executor.process.pid)
+    def _take_worker(self) -> None:
+        """From when there is one, steps use it."""
+        if self._opening.worker is not None and self._opening.worker is not self._worker:
+            self._worker = self._opening.worker
+            self._counted = Counted(self._worker.metrics)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What this worker says of itself: vLLM has warmed up, and from now on everything is ready. Blocks for that."""
-        self._wait_for_executor()
+        self._opening.wait()
+        self._take_worker()
+        if self._facts is not None:
+            self._facts = replace(self._facts, far=self._opening.is_far)
         return Introduction(self._facts) if self._facts is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -337,17 +294,9 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
         manager = self._kv_cache_manager
         orders = self._scheduler.side.orders(lambda name: manager.get_block_ids(name)[0] if manager is not None else ())
         if self._scheduler.pacer is not None:
-            self._scheduler.pacer.begun(self._scheduled(scheduler_output), waits=bool(orders.waiting))
+            self._scheduler.pacer.begun(scheduled_tokens(scheduler_output), waits=bool(orders.waiting))
         idle = self._flight.begun(computes=scheduler_output.total_num_scheduled_tokens > 0)
         return StepOrders(replace(orders, idle=idle))
-
-    def _scheduled(self, scheduler_output: "SchedulerOutput") -> list[tuple[int, int]]:
-        """Of each request of a step, tokens that are computed already, and tokens that are computed in it."""
-        num_tokens = scheduler_output.num_scheduled_tokens
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        return [(computed.get(name, 0), num) for name, num in num_tokens.items()]
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers did."""
@@ -424,7 +373,7 @@ class HeadwaterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End threads, let go of the stores; idempotent. Saves get a few seconds to arrive."""
-        self._give_up_executor()
+        self._opening.give_up()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

@@ -169,3 +169,9 @@ def checkpoint_directory(vllm_config: Any) -> Path:
         return Path(snapshot_download(named, revision=model.revision, local_files_only=True))
     except Exception as error:
         raise InvalidConfig(f"the weights of {named} are in no directory that could be read: {error}") from error
+
+
+def is_only_rank(vllm_config: Any) -> bool:
+    """Whether this engine has one worker."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size) == 1

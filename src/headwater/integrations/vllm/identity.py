@@ -17,10 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 
 from headwater.core.errors import InvalidConfig
-from headwater.core.identity import CacheIdentity, config_digest
+from headwater.core.identity import CacheIdentity, computed_config, config_digest
 from headwater.integrations.vllm.metadata import RankFacts
-
-_NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 def plain(value: object) -> object:
@@ -52,11 +50,12 @@ def rank_identity(
     block_tokens: int,
 ) -> CacheIdentity:
     """The identity of one rank's pages. Raises InvalidConfig."""
-    meant = {name: value for name, value in model_config.items() if name not in _NOT_COMPUTED_WITH}
     return CacheIdentity(
         model=architecture,
         weights=weights,
-        config=config_digest({"model": plain(meant), "engine": plain(engine), "tensors": plain(list(tensors))}),
+        config=config_digest(
+            {"model": plain(computed_config(model_config)), "engine": plain(engine), "tensors": plain(list(tensors))}
+        ),
         layout=layout,
         block_tokens=block_tokens,
         quantisation="vllm",

@@ -20,10 +20,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
 from headwater.core.node_key import NodeKey
@@ -35,6 +35,7 @@ from headwater.disagg.used import TicketUse, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket
 from headwater.integrations.vllm import node_reading
 from headwater.integrations.vllm.client import HEALTH_S, Facts, Vllm, VllmGone, read
+from headwater.integrations.vllm.node_exchange import BODY_BYTES, Exchange, NodeRequest
 from headwater.integrations.vllm.node_reading import ENDPOINTS, VllmWork
 from headwater.metrics import Metrics
 from headwater.serve import errors
@@ -48,12 +49,10 @@ from headwater.serve.readers import Readers
 from headwater.storage.base import Store
 
 try:
-    import httpx2
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-    from starlette.types import Message, Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
@@ -62,7 +61,6 @@ log = logging.getLogger("headwater")
 PREFILL, DECODE, ATTEMPTS = "/pd/prefill", "/pd/decode", "/pd/attempts"
 
 _TICKET_S: Final = 120.0  # that a ticket lives
-_BODY_BYTES: Final = 24 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,37 +74,6 @@ class NodeOptions:
     max_requests: int = 256  # at a time; one with several prompts or choices counts as so many
     request_timeout_s: float = 600.0
     pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRequest:
-    """A request, with its body read."""
-
-    http: Request
-    work: VllmWork
-    send: "NodeSending"
-    left_s: float
-
-    @property
-    def name(self) -> str:
-        """Its one id."""
-        return request_id(self.http.scope)
-
-
-class NodeSending:
-    """The way to whoever asked, and whether anything went there."""
-
-    def __init__(self, send: Send) -> None:
-        self.begun = False
-        self._send = send
-
-    async def __call__(self, message: Message) -> None:
-        """Send."""
-        self.begun = True
-        await self._send(message)
-
-
-Handle: TypeAlias = Callable[[NodeRequest], Coroutine[Any, Any, None]]
 
 
 class VllmNode:
@@ -129,7 +96,7 @@ class VllmNode:
         self.bodies = Bodies(self.limits)
         self.readers = Readers(
             node_reading.READS,
-            max_body_bytes=_BODY_BYTES,
+            max_body_bytes=BODY_BYTES,
             max_waiting=self.limits.max_unread,
             reads=node_reading.__name__,
         )
@@ -166,7 +133,7 @@ class VllmNode:
             Route(HEALTH, self._health),
             Route("/metrics", self._metrics),
             Route(ATTEMPTS + "/{attempt}", self._attempt),
-            *(Route(path, _Exchange(self, what, handle), methods=["POST"]) for path, what, handle in inner),
+            *(Route(path, Exchange(self, what, handle), methods=["POST"]) for path, what, handle in inner),
         ]
         paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _, _ in inner)]
         return application(
@@ -350,50 +317,6 @@ class VllmNode:
                     continue
                 log.info("vLLM at %s answers again", self.options.vllm)
                 self.lost = False
-
-
-class _Exchange:
-    """An endpoint: every request is a task of its own, which ends when its client leaves or its time is over."""
-
-    def __init__(self, node: VllmNode, what: str, handle: Handle) -> None:
-        self._node = node
-        self._what = what  # reads its bodies
-        self._handle = handle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        node, http, sending = self._node, Request(scope, receive), NodeSending(send)
-        node.require_room()
-        async with node.bodies.body_of(http, _BODY_BYTES) as data:  # held for as long as vLLM may want it
-            work = await node.readers.read(self._what, data, num_bytes=len(data), until_s=until_s(http))
-            del data
-            async with node.inside(http, work.num_answers) as left_s:
-                await self._exchange(NodeRequest(http, work, sending, left_s), receive)
-
-    async def _exchange(self, asked: NodeRequest, receive: Receive) -> None:
-        work = asyncio.create_task(self._handle(asked))
-        leaving = asyncio.create_task(_until_gone(receive))
-        try:
-            await asyncio.wait({work, leaving}, timeout=asked.left_s, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            elif not leaving.done():
-                raise errors.too_late(asked.left_s)
-        except (ApiError, VllmGone, httpx2.HTTPError) as error:
-            if asked.send.begun:  # too late for a status: the connection is closed, and the router sees that
-                raise VllmGone(str(error)) from error
-            if isinstance(error, ApiError):
-                raise
-            raise ApiError(502, str(error), kind="server_error", code="upstream_failed") from error
-        finally:
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.wait({work, leaving})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Said(ApiError):

@@ -10,7 +10,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from headwater.build import open_pool
-from headwater.config import default_node, is_loopback, require_node_key
+from headwater.config.checks import is_loopback
+from headwater.config.environment import default_node
+from headwater.config.serve import require_node_key
 from headwater.core.errors import InvalidConfig, NotInstalled
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.disagg.node_auth import Authenticator, node_called

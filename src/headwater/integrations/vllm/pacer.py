@@ -8,11 +8,20 @@ here.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 
 _MOST_IN_FLIGHT: Final = 8  # more steps than that have lost their ends
+
+
+def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]]:
+    """Of each request of a step, tokens that are computed already, and tokens that are computed in it."""
+    num_tokens = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(computed.get(name, 0), num) for name, num in num_tokens.items()]
 
 
 class Pacer:

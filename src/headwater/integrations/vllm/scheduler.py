@@ -24,17 +24,17 @@ failed load it is computed: it is never told of a hit a second time.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headwater.cache.lent_cache import LentCache
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.integrations.vllm.kv_events import Teller
 from headwater.integrations.vllm.metadata import Orders, Report
-from headwater.integrations.vllm.naming import Namer, Prompt
+from headwater.integrations.vllm.naming import Namer
 from headwater.integrations.vllm.settings import ConnectorConfig, LoadMode
 from headwater.integrations.vllm.step_executor import StepExecutor
+from headwater.integrations.vllm.tracked import BlockPins, NextStep, Tracked
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 
 log: Final = logging.getLogger("headwater")
@@ -42,53 +42,6 @@ log: Final = logging.getLogger("headwater")
 _PATIENCE_S: Final = 0.25  # that an ended request is kept for its saves while another waits for blocks,
 _RUNNING_S: Final = 0.05  # or one that runs, and cannot go on
 _TOGETHER: Final = 4  # decoded blocks of a request that runs are saved at once: each save costs a message
-
-
-class BlockPins(Protocol):
-    """Keeps vLLM from giving blocks to anybody, whoever frees them."""
-
-    def hold(self, blocks: Sequence[int], /) -> None:
-        """They stay where they are."""
-        ...
-
-    def let_go(self, blocks: Sequence[int], /) -> None:
-        """They may be free."""
-        ...
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """One vLLM request."""
-
-    request: Any
-    prompt: Prompt
-    epoch: int = 0
-    asked_s: float | None = None  # None: the brain does not know it now
-    num_local: int = 0
-    num_asked: int = 0  # blocks that had their names when the brain was asked
-    num_unnamed: int = 0  # and that had none
-    promised: int = 0  # blocks that vLLM was told of
-    sources: tuple[tuple[str, int], ...] = ()  # and where they are
-    lent: bool = False  # it has blocks, and the brain knows which
-    preemptions: int = 0  # when it got them
-    barred: bool = False  # a load failed: nothing is loaded for it any more
-    num_told: int = 0  # blocks that others have heard of
-    num_named: int = 0  # blocks that have their names, at least
-
-    @property
-    def name(self) -> str:
-        return f"{self.request.request_id}#{self.epoch}"
-
-
-@dataclass(slots=True)
-class _Next:
-    """What the next step takes along besides jobs."""
-
-    loading: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    waiting: list[int] = field(default_factory=list)
-    missing: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    leaving: dict[str, tuple[tuple[int, ...], float]] = field(default_factory=dict)
-    vacated: list[int] = field(default_factory=list)
 
 
 class SchedulerSide:
@@ -118,9 +71,9 @@ class SchedulerSide:
         self._loads = loads
         self._saves = saves
         self._clock = clock
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._pinned: frozenset[int] = frozenset()  # blocks that copies which hang may write to
-        self._next = _Next()
+        self._next = NextStep()
         self._leaving: dict[str, float] = {}  # ended requests whose blocks vLLM keeps for us, since when
         self._disowned: set[str] = set()  # requests that ran when everything was named anew: they are not cached
         self._in_need: set[str] = set()  # requests that could have blocks since the last step, and did not get any
@@ -150,7 +103,7 @@ class SchedulerSide:
         self._in_need.add(request.request_id)
         return one.promised * self._size, one.promised > 0 and self._config.load is LoadMode.ASYNC
 
-    def _track(self, request: Any) -> _Tracked | None:
+    def _track(self, request: Any) -> Tracked | None:
         one = self._tracked.get(request.request_id)
         if one is None:
             if request.request_id in self._disowned:
@@ -158,10 +111,10 @@ class SchedulerSide:
             prompt = self._namer.prompt(request)
             if prompt is None:
                 return None
-            one = self._tracked[request.request_id] = _Tracked(request, prompt)
+            one = self._tracked[request.request_id] = Tracked(request, prompt)
         return one
 
-    def _ask(self, one: _Tracked, num_local: int, *, all_named: bool = False) -> bool:
+    def _ask(self, one: Tracked, num_local: int, *, all_named: bool = False) -> bool:
         """Ask the brain, or ask again. False: stores have not answered, and may still do so in time."""
         now_s = self._clock.monotonic()
         request, prompt, num_keys = one.request, one.prompt, num_local
@@ -243,7 +196,7 @@ class SchedulerSide:
                 self._tell(one)
         if self.teller is not None:
             self.teller.watch()
-        news, self._next = self._next, _Next()
+        news, self._next = self._next, NextStep()
         return Orders(
             sent_s=self._clock.monotonic(),
             jobs=self._executor.take(),
@@ -292,7 +245,7 @@ class SchedulerSide:
         log.warning("copies that hang keep %d blocks from use", len(stuck))
         self._pinned = stuck
 
-    def _commit(self, one: _Tracked, blocks_of: Callable[[str], Sequence[int]], least: int = 1) -> None:
+    def _commit(self, one: Tracked, blocks_of: Callable[[str], Sequence[int]], least: int = 1) -> None:
         """Name blocks whose steps have ended, and save them, if there are so many, or the prompt's last among them."""
         request, size = one.request, self._size
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, len(request.all_token_ids))
@@ -317,7 +270,7 @@ class SchedulerSide:
             self._vacate(one)
             del self._tracked[request.request_id]
 
-    def _tell(self, one: _Tracked) -> None:
+    def _tell(self, one: Tracked) -> None:
         """Blocks of a request that have names since: others may hear of them."""
         if self.teller is None or one.asked_s is None or self.cache.poll(one.name).loading:
             return
@@ -328,13 +281,13 @@ class SchedulerSide:
             self.teller.computed(keys[start:num_named], one.request, start=start, parent=parent, size=self._size)
             one.num_told = num_named
 
-    def _vacate(self, one: _Tracked) -> None:
+    def _vacate(self, one: Tracked) -> None:
         """A request's blocks may be another's with this step: nothing of them is read any more."""
         jobs = self._executor.recall(self.cache.reading(one.name))
         self._next.vacated += jobs
         self._forget(one)
 
-    def _forget(self, one: _Tracked) -> None:
+    def _forget(self, one: Tracked) -> None:
         """The brain's request ends; vLLM's may come again."""
         if one.asked_s is not None:
             self.cache.release(one.name)

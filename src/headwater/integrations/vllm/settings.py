@@ -13,19 +13,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from headwater.config import (
-    MIN_LIMIT_BYTES,
-    MIN_RECORD_BYTES,
-    RECORD_BYTES,
-    ResidencyConfig,
-    TierConfig,
-    cache_directory,
+from headwater.config.cache import TierConfig
+from headwater.config.environment import (
     default_host_directory,
     default_node,
     default_pool,
     default_residency,
-    pool_kind,
+    default_vllm_directory,
 )
+from headwater.config.residency import ResidencyConfig
+from headwater.config.serve import MIN_RECORD_BYTES, RECORD_BYTES
+from headwater.config.stores import MIN_LIMIT_BYTES, pool_kind
 from headwater.core.errors import InvalidConfig
 
 _HOST_SHARE: Final = 8  # one in so many bytes of the machine's memory, and
@@ -34,10 +32,6 @@ _DISK_SHARE: Final = 16  # of the disk
 _MOST_DISK: Final = 256 << 30
 _ANY_BYTES: Final = (1 << 62) - 1
 AUTO_LAYOUT: Final = "auto"
-
-
-def _disk_directory() -> Path:
-    return Path(os.environ.get("HEADWATER_DIR") or cache_directory()) / "vllm"  # `serve` has its own beside it
 
 
 class LoadMode(enum.StrEnum):
@@ -75,7 +69,7 @@ class ConnectorConfig:
 
     host_directory: Path | None = field(default_factory=default_host_directory)  # null: no host tier
     host_bytes: int | None = None  # of a new one; None: as fits the machine
-    disk_directory: Path | None = field(default_factory=_disk_directory)
+    disk_directory: Path | None = field(default_factory=default_vllm_directory)
     disk_bytes: int | None = None
     pool: str | None = field(default_factory=default_pool, repr=False)
     residency: str | None = field(default_factory=default_residency, repr=False)

@@ -22,6 +22,7 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -122,7 +123,7 @@ class StepExecutor:
                     probes.append(one)
                 elif isinstance(one, Cancel) and one.job in self._probes:
                     probes.append(one)
-                elif isinstance(one, Load | Save):
+                elif isinstance(one, Load | Save | Demote):
                     self._errands[one.job] = _Errand(one)
                     self._bag.append(one)
                 elif isinstance(one, Cancel):
@@ -237,18 +238,11 @@ class StepExecutor:
         """What all ranks say together. A block that was not to be had is dropped, one that was written is not."""
         order = errand.order
         agreed = agree(order, [RankAnswer(rank, rank, end) for rank, end in errand.ends.items()])
-        if agreed.failure is not None:
-            if isinstance(order, Load) and agreed.failure is not Reason.CANCELLED:
+        done = agreed.end(order.job, now_s)
+        if isinstance(done, JobFailed):
+            if isinstance(order, Load) and done.failure is not Reason.CANCELLED:
                 self.drop(order.keys)
-            return JobFailed(now_s=now_s, job=order.job, failure=agreed.failure, why=agreed.why)
-        done = JobDone(
-            now_s=now_s,
-            job=order.job,
-            results=agreed.results,
-            num_bytes=agreed.num_bytes,
-            seconds=agreed.seconds,
-        )
-        if isinstance(order, Load):
+        elif isinstance(order, Load):
             self.drop(order.keys[num_good(order, done) :])
         else:  # one that was there already is the one that could not be read
             with self._lock:
@@ -256,20 +250,18 @@ class StepExecutor:
                     if result == Status.STORED:
                         self._dropped.pop(key, None)
             if self._others_write and Status.STORED in done.results:
-                self._catch_up(order, now_s)
+                self._catch_up(order, order.target if isinstance(order, Demote) else order.store, now_s)
         return done
 
-    def _catch_up(self, order: Job, now_s: float) -> None:
+    def _catch_up(self, order: Job, store: str, now_s: float) -> None:
         """Have the prober take in what was written, before it is so much that nobody could answer from memory."""
         with self._lock:
-            num = self._num_unseen.get(order.store, 0) + len(order.keys)
-            self._num_unseen[order.store] = num if num < _CATCH_UP_BLOCKS else 0
+            num = self._num_unseen.get(store, 0) + len(order.keys)
+            self._num_unseen[store] = num if num < _CATCH_UP_BLOCKS else 0
             if num < _CATCH_UP_BLOCKS:
                 return
             self._catching_up -= 1
-            probe = Probe(
-                job=self._catching_up, store=order.store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S
-            )
+            probe = Probe(job=self._catching_up, store=store, keys=order.keys[-1:], deadline_s=now_s + _CATCH_UP_S)
         with contextlib.suppress(ResourceClosed):
             self._prober.submit([probe])
 

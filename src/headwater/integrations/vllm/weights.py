@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from headwater.config import cache_directory
+from headwater.config.environment import cache_directory
 from headwater.core.errors import InvalidConfig
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")

@@ -23,14 +23,15 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from headwater.core.errors import CopyStuck, HeadwaterError, ResourceClosed
-from headwater.core.events import Cancel, Copied, Event, Instruction, JobDone, JobFailed, Load, Save, Stuck
+from headwater.core.events import Cancel, Copied, Demote, Event, Instruction, Job, JobDone, JobFailed, Load, Save, Stuck
 from headwater.core.results import Reason
 from headwater.integrations.vllm.metadata import Orders, Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.ranks.group_result import num_good
+from headwater.transfer.ranks.members import JobExecutor
 
 log: Final = logging.getLogger("headwater")
 
@@ -38,26 +39,6 @@ _FLUSH_S: Final = 0.2  # for saves to read blocks that are wanted by others
 _CANCEL_S: Final = 2.0  # for another process to say that it has heard so
 _IDLE_S: Final = 0.001  # at most, for loads, in a step while nothing is computed: who spins takes their interpreter
 _REMARK_S: Final = 10.0  # between complaints about a load that does not end
-
-
-class JobExecutor(Protocol):
-    """Who does the jobs."""
-
-    @property
-    def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears what becomes of them."""
-        ...
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
-
-    def submit(self, instructions: Iterable[Instruction], /) -> None:
-        """Begin jobs, or cancel them. Does not block."""
-        ...
-
-    def stand_back(self, *, hurry: bool) -> None:
-        """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
-        ...
 
 
 class WorkerSide:
@@ -83,7 +64,7 @@ class WorkerSide:
         self._clock = clock
         self._changed = threading.Condition()
         self._orders = Orders()
-        self._live: dict[int, Load | Save] = {}  # jobs that have not ended
+        self._live: dict[int, Job] = {}  # jobs that have not ended
         self._stuck: set[int] = set()  # loads among them whose copies hang
         self._given_up: set[int] = set()  # those of them whose requests were said to have failed
         self._failed: set[str] = set()  # requests that waited for such, to be reported
@@ -157,9 +138,12 @@ class WorkerSide:
                 )
 
     def save(self) -> None:
-        """Begin the step's saves: what they read was computed in steps before. Does not block."""
+        """Begin the step's saves: what they read was computed in steps before; and what is to follow them.
+
+        Does not block.
+        """
         self._executor.stand_back(hurry=False)
-        saves = [one for one in self._orders.jobs if isinstance(one, Save)]
+        saves = [one for one in self._orders.jobs if isinstance(one, Save | Demote)]
         self._submit(saves)
         with self._changed:
             for request, jobs, until_s in self._orders.leaving:
@@ -235,7 +219,7 @@ class WorkerSide:
             return
         with self._changed:
             for one in instructions:
-                if isinstance(one, Load | Save):
+                if isinstance(one, Job):
                     self._live[one.job] = one
                 if isinstance(one, Save):
                     self._reading.add(one.job)
@@ -244,7 +228,7 @@ class WorkerSide:
         except HeadwaterError as error:  # closed: they still have to end, or somebody waits for ever
             now_s = self._clock.monotonic()
             for one in instructions:
-                if isinstance(one, Load | Save):
+                if isinstance(one, Job):
                     self.heard(JobFailed(now_s=now_s, job=one.job, failure=Reason.FAILED, why=str(error)))
 
     def _cancel(self, jobs: Iterable[int]) -> None:

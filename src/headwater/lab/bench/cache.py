@@ -16,10 +16,11 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor
 from headwater.cache.match import Match
 from headwater.cache.state import Brain
-from headwater.config import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.core.keys import BlockKey
 from headwater.lab.bench import interpreter
+from headwater.lab.bench.patient import chain
 from headwater.lab.bench.report import BenchReport, Samples, Tell
 
 _ROOT: Final = BlockKey(hashlib.sha256(b"headwater bench cache").digest())
@@ -51,7 +52,7 @@ def run(
         raise InvalidConfig("blocks, others, many and rounds must be positive")
     samples = Samples()
     stages = (("few", others), ("many", many), ("parted", others))
-    prompt = _chain(0, blocks)
+    prompt = chain(b"%d" % 0, blocks)
     caches: dict[str, TieredCache] = {}
     for done, (stage, num_others) in enumerate(stages):
         if tell is not None:
@@ -96,14 +97,14 @@ def _fill(cache: TieredCache, prompt: list[BlockKey], num_others: int, *, parted
     """Half of the others, the prompt, the other half: its blocks lie in the middle of everything."""
     starts = range(0, num_others, _RUN_BLOCKS)
     for start in starts[: len(starts) // 2]:
-        _serve(cache, f"other {start}", _chain(start + 1, min(_RUN_BLOCKS, num_others - start)))
+        _serve(cache, f"other {start}", chain(b"%d" % (start + 1), min(_RUN_BLOCKS, num_others - start)))
     if parted:
         for at in range(1, len(prompt)):
             _serve(cache, f"part {at}", prompt[:at])
     if prompt:
         _serve(cache, "prompt", prompt)
     for start in starts[len(starts) // 2 :]:
-        _serve(cache, f"other {start}", _chain(start + 1, min(_RUN_BLOCKS, num_others - start)))
+        _serve(cache, f"other {start}", chain(b"%d" % (start + 1), min(_RUN_BLOCKS, num_others - start)))
 
 
 def _serve(cache: TieredCache, request: str, keys: list[BlockKey]) -> None:
@@ -140,7 +141,7 @@ def _check(match: Match, slots: tuple[int, ...] | None, num_blocks: int) -> None
 def _measure_dict(prompt: list[BlockKey], num_others: int, rounds: int, samples: Samples) -> None:
     known: dict[BlockKey, int] = {}
     for start in range(0, num_others, _RUN_BLOCKS):
-        for key in _chain(start + 1, min(_RUN_BLOCKS, num_others - start)):
+        for key in chain(b"%d" % (start + 1), min(_RUN_BLOCKS, num_others - start)):
             known[key] = len(known)
     for key in prompt:
         known[key] = len(known)
@@ -161,7 +162,7 @@ def _measure_dict(prompt: list[BlockKey], num_others: int, rounds: int, samples:
 def _measure_filling(num_blocks: int, rounds: int, samples: Samples) -> None:
     cache = _cache(4 * num_blocks)
     for i in range(rounds + 4):  # the first four fill the device
-        request, keys = f"new {i}", _chain(-1 - i, num_blocks)
+        request, keys = f"new {i}", chain(b"%d" % (-1 - i), num_blocks)
         cache.match(request, keys, root=_ROOT)
         begin_s = time.perf_counter()
         cache.reserve(request, num_blocks, load=False)
@@ -182,12 +183,3 @@ def _weigh(num_blocks: int) -> float:
         return tracemalloc.get_traced_memory()[0] / len(cache.brain.blocks())
     finally:
         tracemalloc.stop()
-
-
-def _chain(seed: int, length: int) -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    key: bytes = b"%d" % seed
-    for _ in range(length):
-        key = hashlib.sha256(key).digest()
-        keys.append(BlockKey(key))
-    return keys

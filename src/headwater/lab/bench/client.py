@@ -10,7 +10,7 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from headwater import config
+from headwater.config import environment
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Signer
 
@@ -35,7 +35,7 @@ class BenchClient:
         self._signer = signer
         parts = urlsplit(url)
         self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=_WAIT_S)
-        key = config.default_api_key()  # the server reads it too
+        key = environment.default_api_key()  # the server reads it too
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def __enter__(self) -> Self:

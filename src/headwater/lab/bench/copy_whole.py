@@ -17,9 +17,11 @@ import torch
 
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
+from headwater.lab.bench.patient import chain, patient_tier
 from headwater.lab.bench.report import Samples
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
@@ -77,7 +79,7 @@ class _Way:
 
     def there_and_back(self, name: str, num_blocks: int, samples: Samples) -> bool:
         """Save new blocks, wipe the device, load them, each time into another cache. Whether every byte was right."""
-        keys = _chain(name, num_blocks)
+        keys = chain(_ROOT + name.encode(), num_blocks)
         num_bytes = num_blocks * self._planes.layout.page_bytes
         for row in self._planes.rows:
             row.random_(0, 256)
@@ -115,14 +117,7 @@ class _Way:
     @contextmanager
     def _cache(self) -> Iterator[TieredCache]:
         layout = self._planes.layout
-        tier = TierConfig(
-            name=_TIER,
-            probe_timeout_s=_WAIT_S,
-            load_timeout_s=_WAIT_S,
-            save_timeout_s=_WAIT_S,
-            max_queued_bytes=1 << 40,
-            max_queued_s=_WAIT_S,
-        )
+        tier = patient_tier(_TIER, _WAIT_S)
         config = CacheConfig(
             num_slots=self._planes.num_blocks,
             block_tokens=layout.block_tokens,
@@ -152,12 +147,3 @@ class _Way:
     def _synchronise(self) -> None:
         if self._planes.device.type == "cuda":
             torch.cuda.synchronize(self._planes.device)
-
-
-def _chain(name: str, length: int) -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    key = _ROOT + name.encode()
-    for _ in range(length):
-        key = hashlib.sha256(key).digest()
-        keys.append(BlockKey(key))
-    return keys

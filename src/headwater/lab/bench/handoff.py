@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.make_model import make_model
 from headwater.lab.bench.report import BenchReport, Samples, Tell

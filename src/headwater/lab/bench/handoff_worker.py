@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from headwater.build import Running, open_engine
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.protocol import decode
 from headwater.engine.make_model import random_model

@@ -16,9 +16,11 @@ import numpy as np
 
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
+from headwater.lab.bench.patient import chain, patient_tier
 from headwater.lab.bench.report import Samples
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
@@ -76,7 +78,9 @@ def measure(num_blocks: int, rounds: int, samples: Samples) -> None:
         pages = stack.enter_context(create_host_cache(frame, 8))
         staging = stack.enter_context(TorchStaging(planes, pages, wires=_StillWire))
         for number in range(rounds + 1):  # from the third on, the store is full, and others leave for each block
-            _there_and_back(store, staging, layout, _chain(number, num_blocks), samples if number else Samples())
+            _there_and_back(
+                store, staging, layout, chain(b"interpreter %d" % number, num_blocks), samples if number else Samples()
+            )
 
 
 def _there_and_back(
@@ -104,22 +108,6 @@ def _there_and_back(
 
 
 def _open(store: Store, staging: TorchStaging, layout: KVLayout, num_slots: int) -> TieredCache:
-    tier = TierConfig(
-        name=_TIER,
-        probe_timeout_s=_WAIT_S,
-        load_timeout_s=_WAIT_S,
-        save_timeout_s=_WAIT_S,
-        max_queued_bytes=1 << 40,
-        max_queued_s=_WAIT_S,
-    )
+    tier = patient_tier(_TIER, _WAIT_S)
     config = CacheConfig(num_slots=num_slots, block_tokens=_BLOCK_TOKENS, block_bytes=layout.page_bytes, tiers=(tier,))
     return open_cache(config, {_TIER: store}, staging, layout=layout, identity=bytes(32))
-
-
-def _chain(seed: int, length: int) -> list[BlockKey]:
-    keys: list[BlockKey] = []
-    key: bytes = b"interpreter %d" % seed
-    for _ in range(length):
-        key = hashlib.sha256(key).digest()
-        keys.append(BlockKey(key))
-    return keys

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headwater.config import pool_kind
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.node_auth import Signer, node_called
@@ -33,8 +33,8 @@ from headwater.lab.bench.ttft import SHAPES
 from headwater.lab.replay.synthetic import KINDS, Synthetic
 from headwater.lab.replay.trace import Trace, TraceFile
 from headwater.pool import local as mooncake
-from headwater.pool.redis import redis_server
 from headwater.storage.scratch import disk_root
+from headwater.testing.redis import redis_server
 
 DEMO: Final = "demo"  # what `headwater pd` makes where no model is named
 POOLS: Final = ("local", "redis", "mooncake")  # that are started here

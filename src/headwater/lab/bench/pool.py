@@ -25,10 +25,10 @@ from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.residency import bench_lookups
 from headwater.layout.frame import ALIGNMENT, frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout, opaque_layout
-from headwater.pool.redis import redis_server
 from headwater.storage.base import Deadline
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.redis import redis_server
 
 _NUM_PLANES: Final = 32
 _CALL_S: Final = 60.0

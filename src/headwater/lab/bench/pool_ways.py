@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import NotInstalled, StoreError
 from headwater.core.page import PageName
 from headwater.pool.process import spawn
-from headwater.pool.redis import redis_server
 from headwater.pool.servers import LOOPBACK, QUIET, client_command, free_port, master_command
 from headwater.storage.base import Deadline, Store
 from headwater.storage.memory import MemoryStore
@@ -27,6 +26,7 @@ from headwater.storage.mooncake.config import MooncakeConfig
 from headwater.storage.mooncake.engine import address_of
 from headwater.storage.mooncake.watch import knock
 from headwater.storage.scratch import memory_root
+from headwater.testing.redis import redis_server
 
 NAMES: Final = ("memory", "local", "redis", "mooncake-own", "mooncake-shm", "mooncake-tcp")
 _UP_S: Final = 20.0

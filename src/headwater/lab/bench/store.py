@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Status

@@ -21,7 +21,8 @@ from typing import Any, Final
 import torch
 
 from headwater.build import open_cache, open_local
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig

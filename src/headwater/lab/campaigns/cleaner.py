@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import StoreError
 from headwater.core.results import Status
 from headwater.layout.frame import header_bytes

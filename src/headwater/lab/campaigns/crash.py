@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.storage.base import Deadline
@@ -39,7 +39,7 @@ from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.geometry import Geometry
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, items, sample_chain
 

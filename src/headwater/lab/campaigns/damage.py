@@ -25,7 +25,7 @@ from typing import Final
 import xxhash
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -34,8 +34,10 @@ from headwater.storage.local import LocalStore
 from headwater.storage.local.directory import SLAB
 from headwater.storage.local.families import live_records
 from headwater.storage.local.geometry import Geometry
-from headwater.storage.local.slab import Slab, read_slab_header
-from headwater.storage.local.table import PageUse, Record, Table
+from headwater.storage.local.records import PageUse, Record
+from headwater.storage.local.slab import Slab
+from headwater.storage.local.slab_header import read_slab_header
+from headwater.storage.local.table import Table
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, items, sample_chain
 

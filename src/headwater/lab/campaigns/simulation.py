@@ -17,15 +17,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from headwater.config import SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
 from headwater.core.page import PageName
+from headwater.lab.campaigns.virtual import LAYOUT, SimulatedEngine, VirtualExecutor
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
-from headwater.storage.wrappers import Faults, FaultyStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
-from headwater.testing.virtual import LAYOUT, SimulatedEngine, VirtualExecutor
+from headwater.testing.faulty_stores import Faults, FaultyStore
 
 FAULTS = Faults(
     put_fails=0.02,

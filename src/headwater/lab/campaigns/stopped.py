@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import StoreBusy
 from headwater.core.results import Status
 from headwater.storage.base import Deadline

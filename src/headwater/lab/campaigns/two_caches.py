@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig, SaveWhen, TierConfig
+from headwater.config.cache import SaveWhen, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
+from headwater.lab.campaigns.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.storage.base import Deadline
-from headwater.storage.local.table import RecordState
+from headwater.storage.local.records import RecordState
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.testing.virtual import BLOCK_TOKENS, LAYOUT, SimulatedEngine
 from headwater.transfer.executor.worker import Worker
 
 LIMIT_BYTES: Final = 8 << 20

@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
-from headwater.core.events import Event, Instruction, JobDone, JobFailed, Save
+from headwater.config.stores import LocalStoreConfig
+from headwater.core.events import Demote, Event, Instruction, JobDone, JobFailed, Save
 from headwater.engine.make_model import make_model
 from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed
 from headwater.lab.bench.vllm_worker import serve
@@ -103,7 +103,7 @@ class SaveTally:
     def submit(self, instructions: Iterable[Instruction]) -> None:
         """Count, then pass on."""
         instructions = list(instructions)
-        self._live.update(one.job for one in instructions if isinstance(one, Save))
+        self._live.update(one.job for one in instructions if isinstance(one, Save | Demote))
         self._tell()
         self._executor.submit(instructions)
 

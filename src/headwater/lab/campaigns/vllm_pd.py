@@ -29,7 +29,7 @@ from typing import Any, Final
 import httpx2
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.node_key import NodeKey
 from headwater.disagg.key_file import write_node_key

@@ -35,13 +35,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headwater.build import open_local
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.lab.bench.report import machine
 from headwater.lab.bench.serve import make_talker
 from headwater.lab.chaos.chaos_faults import FAULTS, ON_LOCAL, ON_MOONCAKE, ChaosFault
-from headwater.lab.chaos.chaos_fleet import ChaosFleet, FleetSetup, ForkServer
+from headwater.lab.chaos.chaos_fleet import ChaosFleet, FleetSetup
 from headwater.lab.chaos.chaos_load import ChaosLoad, ChaosQuestion, Witness, make_questions, solve
 from headwater.lab.chaos.chaos_report import ChaosScene, judge
+from headwater.lab.chaos.chaos_stage import ForkServer
 from headwater.storage.scratch import memory_root
 from headwater.testing.mooncake import MooncakePool
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from headwater.lab.campaigns.pool_fault_kinds import CampaignChild
-from headwater.lab.chaos.chaos_fleet import START_S, ChaosFleet
+from headwater.lab.chaos.chaos_fleet import ChaosFleet
+from headwater.lab.chaos.chaos_stage import START_S
 from headwater.lab.chaos.chaos_store import HARMS
 from headwater.testing.mooncake import MooncakePool
 

@@ -10,10 +10,7 @@ import http.client
 import json
 import os
 import re
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,13 +23,11 @@ from urllib.parse import urlsplit
 from headwater.core.node_key import NodeKey
 from headwater.disagg.key_file import write_node_key
 from headwater.lab.chaos.chaos_load import BLOCK_TOKENS
+from headwater.lab.chaos.chaos_stage import LOOK_S, START_S, ForkServer
 
-START_S: Final = 180.0  # a machine that is busy takes its time
 LEASE_S: Final = 1.5
-_LOOK_S: Final = 0.005
 _ASK_S: Final = 5.0
 _NUM_BLOCKS: Final = 256
-_ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(slots=True)
@@ -65,79 +60,6 @@ class FleetSetup:
     def nodes(self) -> list[str]:
         """Their names, by role and number."""
         return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
-
-
-class ForkServer:
-    """What all processes are forked from. As a context: there, and gone with all of them at its end."""
-
-    def __init__(self, directory: Path) -> None:
-        """`directory` is for its log."""
-        self._log = directory / "stage.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said = b""
-        self._started: list[int] = []
-        self.ended: dict[int, int] = {}  # exit codes, by pid
-
-    def __enter__(self) -> Self:
-        """Start it; what it loads takes a while."""
-        command = [sys.executable, "-P", "-m", "headwater.lab.chaos.chaos_node"]
-        environment = {**os.environ, **_ENVIRONMENT}
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C is ours: it has to be there to end the others
-            )
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """End it."""
-        process, self._process = self._process, None
-        if process is not None and process.stdin is not None and process.stdout is not None:
-            process.stdin.close()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-
-    def fork(self, what: Mapping[str, Any]) -> int:
-        """Have it fork one more; its pid. Blocks."""
-        if self._process is None or self._process.stdin is None:
-            raise RuntimeError("nothing was started")
-        self._process.stdin.write(json.dumps(what).encode() + b"\n")
-        self._process.stdin.flush()
-        until_s = time.monotonic() + START_S
-        while not self._started:
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"{what['name']} was not forked")
-            self.poll(_LOOK_S)
-        return self._started.pop()
-
-    def poll(self, wait_s: float = 0.0) -> None:
-        """Hear who came and who went."""
-        process = self._process
-        if process is None or process.stdout is None:
-            raise RuntimeError("nothing was started")
-        while select.select([process.stdout], [], [], wait_s)[0]:
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            if not data:
-                said = self._log.read_text(encoding="utf-8", errors="replace")[-800:]
-                raise RuntimeError(f"the process that forks ended with {process.wait()}: {said}")
-            self._said += data
-            while b"\n" in self._said:  # a Ctrl-C may come at any step: no message is lost, or somebody waits for it
-                line, _, rest = self._said.partition(b"\n")
-                message = json.loads(line)
-                if "started" in message:
-                    self._started.append(message["started"])
-                elif "ended" in message:
-                    self.ended[message["ended"]] = message["code"]
-                self._said = rest
-            wait_s = 0.0
 
 
 class ChaosFleet:
@@ -282,7 +204,7 @@ class ChaosFleet:
             else:
                 self.died.append(f"{process.name} ended with {code}: {self.last_words(process.name)}")
 
-    def wait(self, holds: Callable[[], bool], problem: str, seconds: float, *, every_s: float = _LOOK_S) -> None:
+    def wait(self, holds: Callable[[], bool], problem: str, seconds: float, *, every_s: float = LOOK_S) -> None:
         """Until it holds. Raises TimeoutError with the problem."""
         until_s = time.monotonic() + seconds
         while True:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -23,8 +24,8 @@ from headwater.core.events import (
     JobFailed,
     Load,
     Probe,
-    Promote,
     Save,
+    StoreCopy,
 )
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
@@ -123,6 +124,7 @@ class CountingExecutor:
         self._block_s = 0.0 if gbs is None else block_bytes / (gbs * 1e9)
         self._block_bytes = block_bytes
         self._jobs: dict[int, Job] = {}  # under way
+        self._ends_s: dict[int, float] = {}  # when they end
         self._queue: list[tuple[float, int, int, bool]] = []  # when, in which order, which job, whether it fails then
         self._order = 0
         self._free_s: dict[tuple[str, bool], float] = {}  # by store and direction: when its last job ends
@@ -144,6 +146,7 @@ class CountingExecutor:
                     self.num_saved += len(one.keys)
                     events.append(Copied(now_s=now_s, job=one.job))
             elif isinstance(one, Cancel) and self._jobs.pop(one.job, None) is not None:
+                del self._ends_s[one.job]
                 events.append(JobFailed(now_s=now_s, job=one.job, failure=Reason.CANCELLED))
         return events
 
@@ -153,6 +156,7 @@ class CountingExecutor:
         assert now_s is not None, "no job is under way"  # noqa: S101
         _, _, number, late = heapq.heappop(self._queue)
         job = self._jobs.pop(number)
+        del self._ends_s[number]
         if late:
             return JobFailed(now_s=now_s, job=number, failure=Reason.LATE)
         results, num_moved = self._run(job, now_s)
@@ -167,12 +171,14 @@ class CountingExecutor:
     def _begin(self, job: Job, now_s: float) -> None:
         end_s, late = now_s, False
         if not isinstance(job, Probe):
-            lane = (job.target, False) if isinstance(job, Promote) else (job.store, isinstance(job, Load))
-            end_s = max(now_s, self._free_s.get(lane, now_s)) + self._block_s * len(job.keys)
+            lane = (job.target, False) if isinstance(job, StoreCopy) else (job.store, isinstance(job, Load))
+            begin_s = self._ends_s.get(job.after, now_s) if isinstance(job, Save | Demote) else now_s
+            end_s = max(begin_s, self._free_s.get(lane, now_s)) + self._block_s * len(job.keys)
             late = end_s > job.deadline_s
             end_s = max(now_s, job.deadline_s) if late else end_s
             self._free_s[lane] = max(end_s, self._free_s.get(lane, end_s))
         self._jobs[job.job] = job
+        self._ends_s[job.job] = end_s
         self._order += 1
         heapq.heappush(self._queue, (end_s, self._order, job.job, late))
 
@@ -184,18 +190,23 @@ class CountingExecutor:
         if isinstance(job, Load):
             got = store.get(job.keys, now_s=now_s)
             return tuple(got), got.count(Status.HIT)
+        put: list[Status] = []
         if isinstance(job, Save):
-            put = store.put(job.keys, parent=job.parent, depth=job.depth, now_s=now_s)
+            put += store.put(job.keys, parent=job.parent, depth=job.depth, now_s=now_s)
         else:
-            put = self._promote(job, now_s)
+            put += self._copy(job, now_s)
         return tuple(put), put.count(Status.STORED)
 
-    def _promote(self, job: Job, now_s: float) -> list[Status]:
-        assert isinstance(job, Promote), "a job of no known sort"  # noqa: S101
+    def _copy(self, job: Job, now_s: float) -> list[Status]:
+        assert isinstance(job, StoreCopy), "a job of no known sort"  # noqa: S101
         source, target = self._stores[job.store], self._stores[job.target]
-        num_hit = source.get(job.keys, now_s=now_s).count(Status.HIT)
+        if isinstance(job, Demote):  # that counts as no use
+            num_hit = next((i for i, one in enumerate(source.contains(job.keys)) if one != "held"), len(job.keys))
+        else:
+            num_hit = source.get(job.keys, now_s=now_s).count(Status.HIT)
         put: list[Status] = []
         if num_hit:
             parent, depth = source.place(job.keys[0])
-            put = target.put(job.keys[:num_hit], parent=parent, depth=depth, now_s=now_s)
-        return put + [Status.FAILED] * (len(job.keys) - num_hit)
+            put += target.put(job.keys[:num_hit], parent=parent, depth=depth, now_s=now_s)
+        lacking = Status.MISS if isinstance(job, Demote) else Status.FAILED
+        return put + [lacking] * (len(job.keys) - num_hit)

@@ -24,7 +24,8 @@ from typing import Any, Final
 import torch
 
 from headwater.build import open_cache, open_local
-from headwater.config import CacheConfig, LocalStoreConfig, TierConfig
+from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.page import PageName
 from headwater.core.results import Status
@@ -34,13 +35,12 @@ from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
 from headwater.engine.request import Output, Request, Sampling, Usage
+from headwater.lab.verify.spoiling import SpoilingStaging
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline, Store
 from headwater.storage.scratch import disk_root, memory_root
 from headwater.storage.wrappers import OpaqueStore
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy_queue import Transfer
-from headwater.transfer.device.wire import Digests
 from headwater.transfer.executor.staging import TorchStaging
 
 FAMILIES: Final = {  # what is verified when no model is given: family of the checkpoint, and how its KV is kept
@@ -98,38 +98,13 @@ class _Run:
         return digest.hexdigest()
 
 
-class _Injecting(TorchStaging):
-    """Flips a byte of each block behind the checks."""
+class _Injecting(SpoilingStaging):
+    """Flips a byte of each block."""
 
-    def __init__(self, device: DeviceCache, *args: object, **more: object) -> None:
-        super().__init__(device, *args, **more)  # type: ignore[arg-type]
-        self._rows = device.rows
-
-    def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Write, then spoil."""
-        super().scatter(pages, slots)
-        self._spoil(slots)
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: Digests,
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> Transfer:
-        """Write, then spoil, before anybody hears of it."""
-        transfer = super().scatter_from(frames, slots, expected=expected)
-        transfer.wait()
-        self._spoil(slots)
-        if on_over is not None:
-            on_over()
-        return transfer
-
-    def _spoil(self, slots: Sequence[int]) -> None:
+    def spoil(self, rows: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+        """Turn one bit of each."""
         for slot in slots:
-            self._rows[0][slot, 0] ^= 0x40
+            rows[0][slot, 0] ^= 0x40
 
 
 class _Failing(OpaqueStore):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headwater.build import open_local, open_pool
-from headwater.config import LocalStoreConfig
+from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, NotInstalled, StoreError, StoreUnavailable
 from headwater.core.role import Role
 from headwater.engine.loader import load_model
@@ -29,9 +29,9 @@ from headwater.lab.verify.pd_nodes import PdNode, Spoiling, open_node
 from headwater.lab.verify.pd_ranks import open_ranks
 from headwater.lab.verify.pd_request import Comparison, Nodes
 from headwater.pool import local as mooncake
-from headwater.pool.redis import redis_server
 from headwater.storage.base import Store
 from headwater.storage.scratch import disk_root, memory_root
+from headwater.testing.redis import redis_server
 
 POOLS: Final = ("local", "mooncake", "redis")
 _ROOM_BYTES: Final = 64 << 20

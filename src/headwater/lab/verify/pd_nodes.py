@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from headwater.build import open_engine
-from headwater.config import ServeConfig
+from headwater.config.serve import ServeConfig
 from headwater.core.errors import HeadwaterError
 from headwater.core.role import Role
 from headwater.disagg.protocol import Ticket

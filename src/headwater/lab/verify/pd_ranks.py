@@ -1,7 +1,7 @@
 """A prefill node whose pages are those of two ranks: what `verify --pd` sends from tensor-parallel size 2 to 1.
 
 The reference engine computes on one device, so nothing is computed in parallel here: the planes it computed are cut as
-two ranks would hold them, and each rank's parts are gathered, sealed and sent by movers of their own, as pages of two
+two ranks would hold them, and each rank's parts are gathered, sealed and sent by workers of their own, as pages of two
 ranks. What a decode node of one rank reads is therefore what a group of two would have written.
 
 Its cache has no tiers: the pool gets what is sent, and no whole page beside it.
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from headwater.build import open_cache, open_pool
-from headwater.config import CacheConfig, pool_kind
+from headwater.build import open_cache, open_pool, open_rank
+from headwater.config.cache import CacheConfig
+from headwater.config.stores import pool_kind
 from headwater.core.errors import InvalidInput
 from headwater.disagg.handoff import PoolSender
-from headwater.disagg.mover import Mover
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.handoffs import Handoffs
@@ -27,13 +27,15 @@ from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.reshard import part_number
 from headwater.layout.shard import Part, byte_ranges, parts
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
+from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.tier import Naming
+from headwater.transfer.ranks.group import Ranks
 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
 TP_SIZE: Final = 2
-_LANES: Final = 2
+_TIER: Final = "pool"
 _PAGES: Final = 8
 
 
@@ -96,18 +98,23 @@ def open_ranks(name: str, model: Model, pool: str) -> Iterator[PdNode]:
     with ExitStack() as stack:
         planes = stack.enter_context(create_kv_cache(layout, NUM_BLOCKS, model.device))
         store = stack.enter_context(open_pool(pool))
-        movers = []
+        members = []
         for rank in range(TP_SIZE):
+            stagings = []
             for part in parts(layout, rank, TP_SIZE):
                 pages = stack.enter_context(create_host_cache(frame_bytes(part.layout.plane_bytes), _PAGES))
                 if (registering := store.registering()) is not None:
                     registering.register(pages.memory)
-                staging = RankStaging(planes, part, pages)
-                movers.append(Mover(store, staging, naming=_naming(model, part), num_lanes=_LANES))
-                stack.callback(movers[-1].close)
-        sender = PoolSender(movers, identity=identity, layout=layout, pool=pool_kind(pool), tp_size=TP_SIZE)
-        handoffs = Handoffs(block_tokens=layout.block_tokens, sender=sender, num_threads=_LANES)
-        stack.callback(handoffs.close)
+                stagings.append(RankStaging(planes, part, pages))
+            members += open_rank(rank, TP_SIZE, {_TIER: store}, stagings, layout=layout, identity=identity.digest)
+        ranks = Ranks(members, stores=[_TIER])
+        stack.callback(ranks.close)
+        caller = Caller(ranks, [_TIER], identity=identity.digest)
+        ranks.deliver = caller.deliver
+        sender = PoolSender(
+            caller, identity=identity, layout=layout, pool=pool_kind(pool), store=_TIER, tp_size=TP_SIZE
+        )
+        handoffs = Handoffs(block_tokens=layout.block_tokens, sender=sender)
         config = CacheConfig(num_slots=NUM_BLOCKS, block_tokens=layout.block_tokens, block_bytes=layout.page_bytes)
         cache = stack.enter_context(open_cache(config, {}, None, layout=layout, identity=identity.digest))
         engine = Engine(

@@ -27,8 +27,8 @@ from headwater.lab.bench.vllm_client import EngineProcess, WorkerFailed, engine_
 from headwater.lab.bench.vllm_contenders import require_vllm
 from headwater.lab.verify.vllm_cases import BATCHES, BOTH, DEADLINE_S, FIRST, KILLED, LATER, Cases
 from headwater.lab.verify.vllm_scene import LOAD_S, ROOM_BYTES, ModelKind, Places, VllmCase, VllmScene, kinds_of
-from headwater.pool.redis import redis_server
 from headwater.storage.scratch import disk_root, memory_root
+from headwater.testing.redis import redis_server
 
 _UP_S: Final = 600.0
 _ASKS: Final = next(iter(FIRST))  # the case that also asks everything without a connector

@@ -8,7 +8,7 @@ given. No vLLM here.
 import enum
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -19,16 +19,15 @@ import torch
 from headwater.core.errors import StoreDamaged
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.integrations.vllm import build
+from headwater.integrations.vllm import build, opening
+from headwater.lab.verify.spoiling import SpoilingStaging
 from headwater.storage.base import Deadline, Store
 from headwater.storage.local import directory
 from headwater.storage.local.families import live_records
-from headwater.storage.local.slab import Slab, read_slab_header
+from headwater.storage.local.slab import Slab
+from headwater.storage.local.slab_header import read_slab_header
 from headwater.storage.local.table import Table
 from headwater.storage.wrappers import OpaqueStore
-from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.copy_queue import Transfer
-from headwater.transfer.device.wire import Digests
 from headwater.transfer.executor import staging
 
 _SIGN: Final = 0x80  # of the last byte of a float32, little endian, and of every other bfloat16
@@ -79,37 +78,12 @@ class VllmFaultyStore(OpaqueStore):
         self._over.set()
 
 
-class SpoilingStaging(staging.TorchStaging):
-    """Turns the sign of every number of each block that was verified and written."""
+class SignTurningStaging(SpoilingStaging):
+    """Turns the sign of every number of each block."""
 
-    def __init__(self, device: DeviceCache, *args: object, **more: object) -> None:
-        super().__init__(device, *args, **more)  # type: ignore[arg-type]
-        self._spoilt_rows = device.rows
-
-    def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Write, then spoil."""
-        super().scatter(pages, slots)
-        self._spoil(slots)
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: Digests,
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> Transfer:
-        """Write, then spoil, before anybody hears of it."""
-        transfer = super().scatter_from(frames, slots, expected=expected)
-        transfer.wait()
-        self._spoil(slots)
-        if on_over is not None:
-            on_over()
-        return transfer
-
-    def _spoil(self, slots: Sequence[int]) -> None:
-        for row in self._spoilt_rows:
+    def spoil(self, rows: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+        """Turn the signs of each."""
+        for row in rows:
             for slot in slots:
                 row[slot, _FLOAT_BYTES - 1 :: _FLOAT_BYTES] ^= _SIGN
             if row.is_cuda:  # vLLM computes on another stream
@@ -124,11 +98,9 @@ def sabotage(fault: VllmFault | None, *, num_good: int = 0) -> Iterator[list[Vll
         yield made
         return
     if fault is VllmFault.SPOIL:
-        with patch.object(staging, "TorchStaging", SpoilingStaging):
+        with patch.object(staging, "TorchStaging", SignTurningStaging):
             yield made
         return
-    from headwater.integrations.vllm import connector  # vLLM is here
-
     open_tiers, opened = build.open_tiers, build.open_worker
 
     def tiers(*args: Any, **more: Any) -> dict[str, Store]:
@@ -140,7 +112,7 @@ def sabotage(fault: VllmFault | None, *, num_good: int = 0) -> Iterator[list[Vll
         with patch.object(build, "open_tiers", tiers):
             return opened(*args, **more)
 
-    with patch.object(connector, "open_worker", open_worker):
+    with patch.object(opening, "open_worker", open_worker):
         yield made
 
 

@@ -81,8 +81,8 @@ class Allocator:
 
     def _first(self, at: Attachment, search: Search) -> None:
         catalog = at.catalog
-        catalog.write_touches()
-        over = catalog.expired(int(catalog.now_s() * 1000))
+        catalog.recency.write_touches()
+        over = catalog.mirror.expired(int(catalog.recency.now_s() * 1000), STEP_PAGES)
         catalog.remove(islice(catalog.mirror.order.leaves_first(over), STEP_PAGES), at.owner)
         places, results = catalog.mirror.places, search.results
         sizes = {frame_bytes for _, frame_bytes in search.pages}
@@ -103,7 +103,7 @@ class Allocator:
                 results[i] = Status.NO_PARENT
             else:
                 coming.add(name)
-        catalog.touch(there)
+        catalog.recency.touch(there)
         for slot_bytes, indices in search.wanted().items():
             self._fill(at, search, slot_bytes, indices, last=False)
 
@@ -123,7 +123,7 @@ class Allocator:
         """Unpublish some of what has to go. Whether there may be more."""
         order = at.catalog.mirror.order
         if order is not search.order and search.extent is not None:  # at first, and where everything was read again
-            search.order, search.doomed = order, order.leaves_first(at.catalog.pages_in(search.extent))
+            search.order, search.doomed = order, order.leaves_first(at.catalog.mirror.pages_in(search.extent))
         batch = list(islice(search.doomed, STEP_PAGES))
         if any(name in search.spare for name in batch):
             search.extent = None
@@ -183,7 +183,7 @@ class Allocator:
         if ours is not None and self._evicted < geometry.slots_in_extent(slot_bytes):
             return False
         self._evicted = 0
-        for worth, extent in catalog.coldest_extents(slot_bytes):
+        for worth, extent in catalog.mirror.coldest_extents(slot_bytes):
             if ours is not None and worth >= ours:
                 return False
             taken = catalog.take_extent(extent, at.owner)

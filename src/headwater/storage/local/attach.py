@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import (
     InvalidConfig,
     StoreBusy,
@@ -31,7 +31,9 @@ from headwater.storage.local import directory
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.catalog import Catalog
 from headwater.storage.local.directory import Gate
-from headwater.storage.local.slab import Progress, Remains, Slab
+from headwater.storage.local.mend import mend
+from headwater.storage.local.slab import Progress, Slab
+from headwater.storage.local.slab_file import Remains, create_slab, open_slab, repair_slab
 from headwater.storage.local.table import LeftBehind, Table
 
 
@@ -87,7 +89,7 @@ def destroy(path: Path, *, deadline: Deadline) -> None:
     """Remove a directory's store. Raises StoreBusy while a process is inside, and as `attach` for what is no store."""
     with Gate(path, deadline, create=False) as gate:
         try:
-            slab = Slab.open(gate, mapped=False)
+            slab = open_slab(gate, mapped=False)
         except FileNotFoundError:
             raise StoreUnavailable(f"no store in {path}") from None
         try:
@@ -104,12 +106,12 @@ def _open_slab(
     """The slab, and whether nobody else is inside."""
     mapped = directory.is_memory(gate.path)
     try:
-        slab = Slab.open(gate, mapped=mapped, known=known)
+        slab = open_slab(gate, mapped=mapped, known=known)
     except FileNotFoundError:
         if config.limit_bytes is None:
             raise StoreUnavailable(f"{config.directory} holds no store yet: give limit_bytes to make one") from None
         policy = policy_by_name(config.policy or Lru.name)  # an unknown one is refused before anything is made
-        slab = Slab.create(gate, limit_bytes=config.limit_bytes, policy=policy.name, mapped=mapped, progress=progress)
+        slab = create_slab(gate, limit_bytes=config.limit_bytes, policy=policy.name, mapped=mapped, progress=progress)
     return slab, slab.locks.come_in()
 
 
@@ -124,7 +126,7 @@ def _repair(
     config: LocalStoreConfig, slab: Slab, catalog: Catalog, *, metrics: Metrics, progress: Progress | None
 ) -> None:
     """Put everything in order, alone: sizes, records, what dead owners left."""
-    cut = slab.repair(progress)
+    cut = repair_slab(slab, progress)
     slab.map()
     table = catalog.table
     left = table.left()
@@ -134,7 +136,7 @@ def _repair(
     table.set_busy(0)
     table.forget_owners()
     _complete_extents(catalog)
-    num_lost = catalog.mend(_header_reader(slab), trusted=not down)
+    num_lost = mend(catalog, _header_reader(slab), trusted=not down)
     table.set_newest(0)
     catalog.mirror.seen = 0
     if cut or down or num_lost:

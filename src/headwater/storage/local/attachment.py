@@ -187,7 +187,7 @@ class Attachment:
 
     def _sign_out(self) -> None:
         catalog, table = self.catalog, self.catalog.table
-        catalog.write_touches()
+        catalog.recency.write_touches()
         catalog.leave([self.owner])
         if not table.owners():  # the last one out says that all is in order
             table.set_left(table.left()._replace(clean=True, weak=False))
@@ -255,32 +255,33 @@ class Attachment:
 
     def refresh(self, deadline: Deadline) -> bool:
         """Bring the mirror up to date. False if that was not possible in time. Waits for no other process."""
-        if self.catalog.is_current():
+        if self.catalog.follower.is_current():
             return True
         if deadline.expired:
             return False
         try:
-            return self._looking.alone(lambda: self.catalog.catch_up(deadline), deadline.remaining_s)
+            return self._looking.alone(lambda: self.catalog.follower.catch_up(deadline), deadline.remaining_s)
         except IndexLocked:
             return False
 
     def refresh_now(self, most: int) -> bool:
         """Bring the mirror up to date if that takes no time: at most so many changes, and nobody at work on it."""
         catalog = self.catalog
-        if catalog.is_current():
+        if catalog.follower.is_current():
             return True
         newest = catalog.table.newest()
         if newest is None or not 0 <= newest - catalog.mirror.seen <= most:
             return False
         try:
-            return self._looking.alone(lambda: catalog.catch_up(Deadline.after(_CACHED_S)), 0.0)
+            return self._looking.alone(lambda: catalog.follower.catch_up(Deadline.after(_CACHED_S)), 0.0)
         except IndexLocked:
             return False
 
-    def write_touches(self) -> None:
-        """Write what was used, if nobody is at work on the mirror just now."""
-        with contextlib.suppress(IndexLocked):
-            self._looking.alone(self.catalog.write_touches, 0.0)
+    def flush_touches(self) -> None:
+        """Write what was used, in batches, if nobody is at work on the mirror just now. Never waits."""
+        if self.catalog.recency.is_due():
+            with contextlib.suppress(IndexLocked):
+                self._looking.alone(self.catalog.recency.write_touches, 0.0)
 
     def give_back(self, slots: Sequence[Slot], deadline: Deadline) -> None:
         """Free reserved slots, wiped, now or with the next change."""

@@ -20,9 +20,9 @@ from headwater.layout.frame import ALIGNMENT, verify
 from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.local.families import FamilyUse
+from headwater.storage.local.records import RecordState
 from headwater.storage.local.slab import Progress
 from headwater.storage.local.store import LocalStore
-from headwater.storage.local.table import RecordState
 
 NO_TENANT: Final = "-"
 _BATCH_PAGES: Final = 256
@@ -204,7 +204,7 @@ def check(store: LocalStore, *, remove: bool = False, progress: Progress | None 
 
 def _check_page(store: LocalStore, name: PageName, family: FamilyUse, frame: memoryview) -> Status | str:
     deadline = Deadline.after(_CALL_S)
-    status = store.peek(name, frame, deadline=deadline)
+    (status,) = store.peek_into([(name, frame)], deadline=deadline)
     if store.down is not None:
         raise store.down
     if status is Status.MISS:

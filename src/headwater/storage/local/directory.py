@@ -15,9 +15,9 @@ import re
 import stat
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+from headwater.core.closing import Closing
 from headwater.core.errors import StoreBusy, StoreUnavailable
 from headwater.storage.base import Deadline
 from headwater.storage.local import descriptors
@@ -27,7 +27,7 @@ _POLL_S: Final = 0.005
 _ESCAPED: Final = re.compile(rb"\\([0-3][0-7]{2})")  # how the kernel writes spaces and the like in names
 
 
-class Gate:
+class Gate(Closing):
     """The directory, opened and held: whoever comes in, makes or removes a store holds it meanwhile.
 
     `fd` is the directory's: everything in it is reached through that, so a path that leads elsewhere by now misleads
@@ -73,14 +73,6 @@ class Gate:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that has the open file
             finally:
                 descriptors.close(fd)
-
-    def __enter__(self) -> Self:
-        """Return self."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Let others through."""
-        self.close()
 
 
 def has_slab(path: Path) -> bool:

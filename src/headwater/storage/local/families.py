@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from headwater.core.errors import StoreBusy
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline, PagePath
-from headwater.storage.local.table import Record, RecordState, Table
+from headwater.storage.local.records import Record, RecordState
+from headwater.storage.local.table import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,10 +145,6 @@ class Geometry:
         )
         return offsets
 
-    def has_slot(self, number: int, slot_bytes: int) -> bool:
-        """Whether there can be such a slot: a record that was damaged might say anything."""
-        return 0 <= number < self.num_slots and number % self.max_slots < self.slots_in_extent(slot_bytes)
-
 
 def sectors(num_bytes: int) -> int:
     """A size rounded up to whole sectors: the slot that a frame needs."""

@@ -146,7 +146,7 @@ class MappedStore(LocalStore, Addressable):
                     results[start:] = [Status.LATE] * (len(names) - start)
                     break
                 results[start : start + BATCH_PAGES] = self._borrow(at, names[start : start + BATCH_PAGES])
-            self._flush_touches(at)
+            at.flush_touches()
 
         self._run(work, None)
         return results
@@ -160,12 +160,12 @@ class MappedStore(LocalStore, Addressable):
             # Some have moved; where the index stands by one, its verifier will say.
             ends = range(PREFIX_BYTES, len(stamps) + 1, PREFIX_BYTES)
             claimed = [
-                claims(memoryview(stamps)[end - PREFIX_BYTES : end], name) or at.catalog.stands_by(place)
+                claims(memoryview(stamps)[end - PREFIX_BYTES : end], name) or at.catalog.follower.stands_by(place)
                 for end, (name, place) in zip(ends, found, strict=True)
             ]
             found = list(compress(found, claimed))
             stamps = b"".join(compress((stamps[end - PREFIX_BYTES : end] for end in ends), claimed))
-        at.catalog.touch(place for _, place in found)
+        at.catalog.recency.touch(place for _, place in found)
         views = at.slab.views([(place.offset, place.num_bytes) for _, place in found])
         ends = range(PREFIX_BYTES, len(stamps) + 1, PREFIX_BYTES)
         lent = {

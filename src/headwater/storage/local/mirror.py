@@ -177,3 +177,18 @@ class Mirror:
             self.classes[extent] = slot_bytes
         else:
             self.classes.pop(extent, None)
+
+    def coldest_extents(self, slot_bytes: int) -> list[tuple[float, int]]:
+        """Extents of other slot sizes with the mean priority of their pages, the lowest first. Reads all priorities."""
+        found = []
+        for extent, size in self.classes.items():
+            if size != slot_bytes:
+                pages = self.pages_in(extent)
+                worth = sum(map(self.order.priority, pages)) / len(pages) if pages else float("-inf")
+                found.append((worth, extent))
+        return sorted(found)
+
+    def pages_in(self, extent: int) -> list[PageName]:
+        """The pages of an extent."""
+        numbers = self._geometry.numbers(extent, self.classes.get(extent, 0))
+        return [name for number in numbers if (name := self.name_in(number)) is not None]

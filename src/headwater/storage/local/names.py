@@ -14,9 +14,10 @@ import numpy as np
 from headwater.core.page import PageName
 from headwater.storage.base import Deadline
 from headwater.storage.local.attachment import Attachment, IndexLocked, Turn
+from headwater.storage.local.records import RecordState, in_state
 from headwater.storage.local.slab import Progress
 from headwater.storage.local.store import LocalStore
-from headwater.storage.local.table import RecordState, Table, changed_extent, in_state
+from headwater.storage.local.table import Table, changed_extent
 
 _STEP_CHANGES: Final = 256  # that are followed between two looks at the clock
 _CACHED_CHANGES: Final = 512  # of others, that are read at once: about a millisecond

@@ -1,7 +1,8 @@
 """The one file of a LocalStore, opened: bytes at offsets, and whether it is still the file we opened.
 
-What lies where is in `geometry.py`. The slab knows offsets and bytes, nothing of names: which slot holds what is in the
-index (`table.py`), and what a page is the page says itself.
+What lies where is in `geometry.py`; how the file is made, opened and repaired, in `slab_file.py`. The slab knows
+offsets and bytes, nothing of names: which slot holds what is in the index (`table.py`), and what a page is the page
+says itself.
 
 Invariants: the file is allocated, never sparse (rule 11); its size is checked before each batch, that its path still
 leads to it before each change (rule 10); a file that does not say that it is ours is not touched. A child of a fork
@@ -15,97 +16,30 @@ import contextlib
 import errno
 import mmap
 import os
-import secrets
-import stat
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
 
 from headwater.core.errors import StoreDamaged, StoreForked, StoreUnavailable
 from headwater.layout.frame import PREFIX_BYTES
-from headwater.storage.local import descriptors, directory
-from headwater.storage.local.directory import SLAB, Gate
-from headwater.storage.local.geometry import CONTROL_AT, SECTOR, Geometry
+from headwater.storage.local import descriptors
+from headwater.storage.local.geometry import SECTOR, Geometry
 from headwater.storage.local.locks import SlabLocks
 from headwater.storage.local.sigbus import GuardedRange
+from headwater.storage.local.slab_header import SlabHeader
 
-MAGIC: Final = b"HWSLAB\0\0"
-VERSION: Final = 2
-_HEADER: Final = struct.Struct("<8sI4x16sQ16sQ")  # magic, version, id, epoch, policy, limit
 _EPOCH_AT: Final = 32
 _U64: Final = struct.Struct("<Q")
-_SEALED: Final = struct.Struct("<QQ")  # a number, and the same with what only this store knows
-SEALED_BYTES: Final = _SEALED.size
 _CHUNK: Final = 64 << 20
 _ZEROS: Final = bytes(SECTOR)
 _MADV_POPULATE_WRITE: Final = 23
-_UNFINISHED: Final = "slab.new"  # only where a file system has no unnamed files
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SlabHeader:
-    """What both header copies say: which store this is, its settings, its epoch."""
-
-    store_id: bytes
-    epoch: int
-    policy: str  # the eviction policy, by name; an ASCII word of at most 16 letters
-    limit_bytes: int
-    _key: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """What seals numbers: another store's, or another epoch's, do not fit."""
-        object.__setattr__(self, "_key", self.epoch ^ int.from_bytes(self.store_id[:8], "little"))
-
-    def encode(self) -> bytes:
-        """One sector."""
-        name = self.policy.encode("ascii").ljust(16, b"\0")
-        body = _HEADER.pack(MAGIC, VERSION, self.store_id, self.epoch, name, self.limit_bytes)
-        body = body.ljust(SECTOR - _U64.size, b"\0")  # checksummed to the end: a later version may say more
-        return body + _U64.pack(xxh3_64_intdigest(body))
-
-    def seal(self, number: int) -> bytes:
-        """A number, as only this store writes it."""
-        return _SEALED.pack(number, number ^ self._key)
-
-    def unseal(self, raw: bytes) -> int | None:
-        """The number; None if this store did not write it."""
-        number, check = _SEALED.unpack(raw)
-        return number if number ^ self._key == check else None
-
-
-class Remains:
-    """A file that was a slab of ours until it was damaged, held open: so nothing else can be taken for it."""
-
-    def __init__(self, slab: "Slab") -> None:
-        self.header = slab.header
-        self.fd = descriptors.keep(lambda: os.dup(slab.fd))
-
-    def are(self, fd: int) -> bool:
-        """Whether this is the file, and nobody has put anything of his own into it."""
-        info = os.fstat(fd)
-        if not os.path.samestat(info, os.fstat(self.fd)):
-            return False
-        begin = os.pread(fd, SECTOR, 0)
-        if info.st_size < SECTOR:  # nothing in it, or what is left of the header
-            return self.header.encode().startswith(begin)
-        if info.st_size == Geometry.plan(self.header.limit_bytes).file_bytes:
-            return True  # damaged in place: who writes a file of his own over it gives it another size
-        control = os.pread(fd, SEALED_BYTES, CONTROL_AT)
-        return len(control) == SEALED_BYTES and self.header.unseal(control) is not None
-
-    def close(self) -> None:
-        """Let it go. Idempotent."""
-        fd, self.fd = self.fd, -1
-        descriptors.close(fd)
 
 
 class Rows:
@@ -145,100 +79,6 @@ class Slab:
         self._sectors = Rows(0, SECTOR, SECTOR, self.geometry.file_bytes // SECTOR)
         self._prefixes = Rows(0, SECTOR, PREFIX_BYTES, self._sectors.count)
         _open.add(self)
-
-    @classmethod
-    def create(
-        cls, gate: Gate, *, limit_bytes: int, policy: str, mapped: bool, progress: Progress | None = None
-    ) -> "Slab":
-        """A new slab in a directory that has none. It appears there whole, or not at all.
-
-        Raises StoreUnavailable where there is no room, or where the directory holds anything else.
-        """
-        path = gate.path / SLAB
-        geometry = Geometry.plan(limit_bytes)
-        _remove_unfinished(gate)
-        if gate.names():
-            raise StoreUnavailable(
-                f"{gate.path} holds files that are not a store's ({min(gate.names())!r} is one): choose an empty "
-                "directory, or one that does not exist yet"
-            )
-        header = SlabHeader(secrets.token_bytes(16), 1, policy, limit_bytes)
-        fd, named = _new_file(gate)
-        try:
-            os.pwrite(fd, header.encode(), 0)
-            _allocate(fd, path, geometry.file_bytes, progress)
-            os.pwrite(fd, header.encode(), SECTOR)
-            slab = cls(path, fd, header, mapped=mapped)
-            slab.is_new = True
-        except BaseException:
-            if named:
-                os.unlink(_UNFINISHED, dir_fd=gate.fd)
-            descriptors.close(fd)
-            raise
-        try:
-            slab.map()
-            if named:
-                os.link(_UNFINISHED, SLAB, src_dir_fd=gate.fd, dst_dir_fd=gate.fd)
-            else:
-                os.link(f"/proc/self/fd/{fd}", SLAB, dst_dir_fd=gate.fd, follow_symlinks=True)
-        except BaseException:
-            slab.close()
-            raise
-        finally:
-            if named:
-                os.unlink(_UNFINISHED, dir_fd=gate.fd)
-        return slab
-
-    @classmethod
-    def open(cls, gate: Gate, *, mapped: bool, known: Remains | None = None) -> "Slab":
-        """Open the slab of a directory, as it is: it may be cut. `map` it before it is used.
-
-        `known`: what was open before. If this is the same file, it is ours even if its header is gone.
-        Raises FileNotFoundError when there is none, StoreDamaged when no header can be believed, StoreUnavailable for
-        another version, and for what is no regular file of ours.
-        """
-        path = gate.path / SLAB
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            fd = descriptors.keep(lambda: os.open(SLAB, flags, dir_fd=gate.fd))
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                raise
-            why = "a symbolic link" if error.errno == errno.ELOOP else f"not to be opened: {error.strerror}"
-            raise StoreUnavailable(f"{path} is {why}; a store's slab is a file of its own") from error
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-                raise StoreUnavailable(f"{path} is not a regular file of this user: not a store")
-            header = read_slab_header(fd, path)
-            if header is None and known is not None and known.are(fd):
-                header = known.header
-            if header is None:
-                raise StoreDamaged(
-                    f"{path} has no readable header: it is not a store's, or was destroyed. If it was a store's, "
-                    "remove it to start anew; nothing was touched"
-                )
-            if info.st_nlink > 1:
-                _remove_unfinished(gate, twin=info)  # of one that died when it was as good as made
-            if os.fstat(fd).st_nlink > 1:  # a gate over each, and one file behind them
-                raise StoreUnavailable(f"{path} has another name elsewhere (a hard link): remove that one, or copy it")
-            return cls(path, fd, header, mapped=mapped)
-        except BaseException:
-            descriptors.close(fd)
-            raise
-
-    def repair(self, progress: Progress | None = None) -> bool:
-        """Give a cut file its full size again (what was lost reads zero), and its header. True if it was cut.
-
-        Only for who is alone. Raises StoreUnavailable where there is no room.
-        """
-        size = os.fstat(self.fd).st_size
-        if size > self.geometry.file_bytes:
-            os.truncate(self.fd, self.geometry.file_bytes)
-        _allocate(self.fd, self.path, self.geometry.file_bytes, progress)  # also fills holes that someone punched
-        for at in (0, SECTOR):
-            os.pwrite(self.fd, self.header.encode(), at)
-        return size != self.geometry.file_bytes
 
     def map(self) -> None:
         """Make it usable; it has its full size. Raises StoreDamaged if somebody cut it meanwhile."""
@@ -478,77 +318,6 @@ def _as_array(view: memoryview, rows: Rows) -> npt.NDArray[np.void]:
 def _close_all(*fds: int) -> None:
     for fd in fds:
         descriptors.close(fd)
-
-
-def read_slab_header(fd: int, path: Path) -> SlabHeader | None:
-    """What the first copy that can be believed says; None if neither can. Raises StoreUnavailable: another version."""
-    for at in (0, SECTOR):
-        raw = os.pread(fd, SECTOR, at)
-        end = SECTOR - _U64.size
-        if len(raw) < SECTOR or _U64.unpack_from(raw, end)[0] != xxh3_64_intdigest(raw[:end]):
-            continue
-        magic, version, store_id, epoch, policy, limit_bytes = _HEADER.unpack_from(raw)
-        if magic != MAGIC:
-            continue
-        if version != VERSION:
-            raise StoreUnavailable(
-                f"{path} was written in format {version}, this version reads {VERSION}: use another directory, or "
-                "remove this one with all that is in it"
-            )
-        try:
-            Geometry.plan(limit_bytes)
-            return SlabHeader(store_id, epoch, policy.rstrip(b"\0").decode("ascii"), limit_bytes)
-        except (StoreUnavailable, UnicodeDecodeError):
-            continue
-    return None
-
-
-def _new_file(gate: Gate) -> tuple[int, bool]:
-    """A descriptor of a new file, and whether it has a name yet. One without a name leaves nothing in a crash."""
-
-    def make(name: str, how: int) -> int:
-        return descriptors.keep(lambda: os.open(name, os.O_RDWR | os.O_CLOEXEC | how, 0o600, dir_fd=gate.fd))
-
-    try:
-        return make(".", os.O_TMPFILE), False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    return make(_UNFINISHED, os.O_CREAT | os.O_EXCL), True
-
-
-def _remove_unfinished(gate: Gate, twin: os.stat_result | None = None) -> None:
-    """Remove what a process left that died while it made a slab, if it is certainly that. `twin`: the slab's name."""
-    try:
-        fd = os.open(_UNFINISHED, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=gate.fd)
-    except OSError:
-        return
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode) or os.pread(fd, len(MAGIC), 0) != MAGIC:
-            return
-        # One that was ever opened says so behind its headers: a store that somebody may have put aside.
-        if not any(os.pread(fd, SECTOR, CONTROL_AT)) or (twin is not None and os.path.samestat(info, twin)):
-            os.unlink(_UNFINISHED, dir_fd=gate.fd)
-    finally:
-        os.close(fd)
-
-
-def _allocate(fd: int, path: Path, size: int, progress: Progress | None) -> None:
-    missing = size - os.fstat(fd).st_blocks * 512
-    if missing <= 0 and os.fstat(fd).st_size == size:
-        return  # whole already; asking again would have tmpfs touch every page
-    free = directory.free_bytes(path.parent)
-    if missing > free:
-        raise StoreUnavailable(f"{path} needs {missing} bytes more and only {free} are free: choose a lower limit")
-    for start in range(0, size, _CHUNK):
-        length = min(_CHUNK, size - start)
-        try:
-            os.posix_fallocate(fd, start, length)
-        except OSError as error:  # others may have been faster, or a quota is in the way
-            raise StoreUnavailable(f"cannot allocate {size} bytes for {path}: {error.strerror}") from error
-        if progress is not None:
-            progress(start + length, size)
 
 
 _open: "weakref.WeakSet[Slab]" = weakref.WeakSet()

@@ -12,67 +12,31 @@ at once, the reason stands in `down`, and `revive` comes in again, which repairs
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Self, TypeVar
 
-from headwater.config import Durability, LocalStoreConfig
+from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
-from headwater.policy import LeafOrder
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store
 from headwater.storage.local import descriptors, families
-from headwater.storage.local.allocator import STEP_PAGES, Allocator, Search
+from headwater.storage.local.allocator import Allocator, Search
 from headwater.storage.local.attach import attach
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.families import FamilyUse
+from headwater.storage.local.mend import problems
 from headwater.storage.local.mirror import Slot
-from headwater.storage.local.slab import Progress, Remains
+from headwater.storage.local.removal import Removal
+from headwater.storage.local.slab import Progress
+from headwater.storage.local.slab_file import Remains
 
 BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
-_TOUCHES_KEPT: Final = 1024
-_TOUCH_INTERVAL_S: Final = 1.0
 _CACHED_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
 
 T = TypeVar("T")
-
-
-class Removal:
-    """Pages on their way out, what builds on them first, in steps that are changes of their own."""
-
-    def __init__(self, at: Attachment, names: Sequence[PageName]) -> None:
-        self.begun = False
-        self._at = at
-        self._names = names
-        self._there: list[bool] = []
-        self._order: LeafOrder[PageName] | None = None
-        self._doomed: Iterator[PageName] = iter(())
-
-    def begin(self) -> None:
-        """See what is there."""
-        self._at.catalog.retire_dead(self._at.owner)  # one of them may have left a page behind that it never published
-        self._there = self._at.catalog.mirror.has_all(self._names)
-        self.begun = True
-
-    def go_on(self) -> bool:
-        """Remove some pages. Whether there may be more."""
-        order = self._at.catalog.mirror.order
-        if order is not self._order:  # at first, and where everything had to be read again
-            self._order, self._doomed = order, order.leaves_first(self._names)
-        batch = list(islice(self._doomed, STEP_PAGES))
-        self._at.catalog.remove(batch, self._at.owner)
-        return bool(batch)
-
-    def results(self) -> list[Status]:
-        """What became of each page that was to go."""
-        held = self._at.catalog.mirror.has_all(self._names)
-        return [
-            Status.ABSENT if not was else Status.LATE if is_ else Status.REMOVED
-            for was, is_ in zip(self._there, held, strict=True)
-        ]
 
 
 class LocalStore(Store):
@@ -97,7 +61,6 @@ class LocalStore(Store):
         self._closed = False
         self._process = descriptors.process()
         self._allocator = Allocator(self.metrics, clock)
-        self._touched_at_s = clock.monotonic()
         self.down: StoreError | None = None
         self._remains: Remains | None = None  # of the slab that turned out to be damaged
         self._attachment: Attachment | None = self._attach(progress)
@@ -182,16 +145,24 @@ class LocalStore(Store):
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
+        return self._get_all(pages, deadline, use=True)
+
+    def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """Copy frames out. Who leaves next stays as it was."""
+        return self._get_all(pages, deadline, use=False)
+
+    def _get_all(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool) -> list[Status]:
         results = [Status.FAILED] * len(pages)
 
         def work(at: Attachment) -> None:
             if not all(at.catalog.mirror.has_all([name for name, _ in pages])):
                 at.refresh(deadline)
+            places = at.catalog.mirror.places
             for i, (name, buffer) in enumerate(pages):
                 results[i] = self._get(at, name, buffer, deadline)
-                if results[i] is Status.HIT:
-                    self._touch(at, name)
-            self._flush_touches(at)
+                if use and results[i] is Status.HIT and (place := places.get(name)) is not None:
+                    at.catalog.recency.touch([place])
+            at.flush_touches()
 
         self._run(work, None)
         return results
@@ -214,7 +185,7 @@ class LocalStore(Store):
                 return Status.SHORT
             if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
                 return Status.HIT
-            if at.catalog.stands_by(place):
+            if at.catalog.follower.stands_by(place):
                 return Status.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
             if not at.refresh(deadline):
                 return Status.LATE
@@ -325,11 +296,11 @@ class LocalStore(Store):
 
     def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot, from behind a slot on. Raises StoreError."""
-
-        def work(at: Attachment) -> list[PagePath]:
-            return families.paths(at.catalog.table, identity, num_tokens, after=after, limit=limit, deadline=deadline)
-
-        return self._answer(work)
+        return self._answer(
+            lambda at: families.paths(
+                at.catalog.table, identity, num_tokens, after=after, limit=limit, deadline=deadline
+            )
+        )
 
     def slots(self, *, deadline: Deadline) -> dict[int, int]:
         """How many slots are free, reserved and live (`table.py` names the states). Raises StoreError."""
@@ -337,11 +308,7 @@ class LocalStore(Store):
 
     def validate(self, *, deadline: Deadline) -> list[str]:
         """What contradicts itself in the index, in words; nothing in a sound store. Verifies no page. Raises."""
-        return self._answer(lambda at: at.transact(at.catalog.problems, deadline))
-
-    def peek(self, name: PageName, buffer: memoryview, *, deadline: Deadline) -> Status:
-        """Copy one frame out as `get_into` does, without counting it as a use."""
-        return self._run(lambda at: self._get(at, name, buffer, deadline), Status.FAILED)
+        return self._answer(lambda at: at.transact(lambda: problems(at.catalog), deadline))
 
     def frame_bytes(self, name: PageName) -> int | None:
         """Size of a page's frame, if the page seems to be there. Memory only."""
@@ -373,20 +340,6 @@ class LocalStore(Store):
         except IndexLocked:
             at.give_back([slot for slot, _, _ in written], deadline)
             return [Status.LATE] * len(written)
-
-    # --- recency ------------------------------------------------------------------------------------------------------
-
-    def _touch(self, at: Attachment, name: PageName) -> None:
-        place = at.catalog.mirror.places.get(name)
-        if place is not None:
-            at.catalog.touch([place])
-
-    def _flush_touches(self, at: Attachment) -> None:
-        """Write recency in batches; never wait for it."""
-        now_s = self._clock.monotonic()
-        if at.catalog.num_touched >= _TOUCHES_KEPT or now_s - self._touched_at_s >= _TOUCH_INTERVAL_S:
-            self._touched_at_s = now_s
-            at.write_touches()
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 
@@ -423,9 +376,7 @@ class LocalStore(Store):
                 raise ResourceClosed("the store is closed")
             at.slab.require_whole()
             return work(at)
-        except StoreBusy:
-            raise
-        except StoreForked:
+        except (StoreBusy, StoreForked):
             raise
         except StoreError as error:
             self._turn_off(at, error)

@@ -14,19 +14,17 @@ are written without a lock as well; one that two processes wrote at once has a w
 Not here: what follows from records. The slab's size was checked by who calls.
 """
 
-import enum
 import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from headwater.core.page import NAME_BYTES, PageName
 from headwater.storage.local.geometry import (
     CHANGE_BYTES,
     CONTROL_AT,
@@ -41,36 +39,31 @@ from headwater.storage.local.geometry import (
 )
 from headwater.storage.local.locks import MAX_OWNERS
 from headwater.storage.local.mirror import PageRow, Place
-from headwater.storage.local.slab import SEALED_BYTES, Rows, Slab
+from headwater.storage.local.records import (
+    COLUMNS,
+    NO_PAGE,
+    PADDED,
+    RECORD,
+    ROW,
+    USE,
+    USES,
+    PageUse,
+    Record,
+    RecordRows,
+    RecordState,
+    UseRows,
+    in_state,
+    in_time,
+)
+from headwater.storage.local.slab import Rows, Slab
+from headwater.storage.local.slab_header import SEALED_BYTES
 
-_RECORD: Final = struct.Struct("<QQIIQQ40s40s32s16sIIQ")
-_COLUMNS: Final = np.dtype(
-    {
-        "names": ["check", "generation", "state", "owner", "slot_bytes", "num_bytes", "depth", "expires_ms"],
-        "formats": ["<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u4", "<u8"],
-        "offsets": [0, 8, 16, 20, 24, 32, 168, 176],
-        "itemsize": RECORD_BYTES,
-    }
-)
-_ROW: Final = np.dtype(  # a record, where there are many; as _RECORD
-    [
-        *(("check", "<u8"), ("generation", "<u8"), ("state", "<u4"), ("owner", "<u4"), ("slot_bytes", "<u8")),
-        *(("num_bytes", "<u8"), ("name", f"V{NAME_BYTES}"), ("parent", f"V{NAME_BYTES}"), ("identity", "V32")),
-        *(("tenant", "V16"), ("depth", "<u4"), ("valid_tokens", "<u4"), ("expires_ms", "<u8")),
-    ]
-)
-_USES: Final = np.dtype([("used_s", "<f8"), ("priority", "<f8"), ("hits", "<u8"), ("check", "<u8")])
-_PADDED: Final = struct.Struct(f"<QQIIQQ40s40s32s16sIIQ{RECORD_BYTES - 184}x")
-_USE: Final = struct.Struct("<ddQQ")
 _EXTENT: Final = struct.Struct("<QQ")
 _U64: Final = struct.Struct("<Q")
 _LEFT: Final = struct.Struct("<36sHH")
 _LABEL: Final = struct.Struct("<Q32s16sH")
 _BUSY_AT: Final = CONTROL_AT + 64
 _LEFT_AT: Final = CONTROL_AT + 128
-NO_PAGE: Final = PageName(bytes(NAME_BYTES))
-_NO_KEY: Final = bytes(32)
-_NO_TENANT: Final = bytes(16)
 _EXTENT_CHANGED: Final = 1 << 31  # in an entry of the ring: not a slot, but how an extent is cut
 _SPREAD: Final = 0x9E3779B1
 _CHUNK_SLOTS: Final = 4096
@@ -78,43 +71,7 @@ _MAX_COUNT: Final = 1 << 62  # of changes or generations: never reached, so what
 _MAX_LABEL: Final = LABEL_BYTES - _LABEL.size
 
 
-RecordRows: TypeAlias = npt.NDArray[np.void]  # of _ROW
-UseRows: TypeAlias = npt.NDArray[np.void]  # of _USES
-
 _as_place = partial(tuple.__new__, Place)  # a hundred thousand of them: no Python call each
-
-
-class RecordState(enum.IntEnum):
-    """Who may touch a slot's bytes."""
-
-    FREE = 0  # nobody
-    RESERVED = 1  # its owner alone, until published, abandoned, or the owner is dead (never because time passed)
-    LIVE = 2  # readable; the page of `name`
-
-
-class Record(NamedTuple):
-    """What a slot holds. The fields behind `slot_bytes` are a page's, and empty for others."""
-
-    state: int
-    owner: int
-    generation: int  # how often the slot was given out
-    slot_bytes: int
-    num_bytes: int = 0
-    name: PageName = NO_PAGE
-    parent: PageName = NO_PAGE
-    identity: bytes = _NO_KEY
-    tenant: bytes = _NO_TENANT
-    depth: int = 0
-    valid_tokens: int = 0
-    expires_ms: int = 0
-
-
-class PageUse(NamedTuple):
-    """When a page was used last, how often after it was stored, and its priority then."""
-
-    used_s: float
-    priority: float
-    hits: int
 
 
 class LeftBehind(NamedTuple):
@@ -145,21 +102,21 @@ class Table:
         self._salt = int.from_bytes(slab.header.store_id[:8], "little")
         self._mask = slab.geometry.num_changes - 1
         num_slots = self.geometry.num_slots
-        self._records = Rows(self.geometry.records_at, RECORD_BYTES, _RECORD.size, num_slots)
+        self._records = Rows(self.geometry.records_at, RECORD_BYTES, RECORD.size, num_slots)
         self._uses = Rows(self.geometry.uses_at, USE_BYTES, USE_BYTES, num_slots)
 
     # --- records ------------------------------------------------------------------------------------------------------
 
     def record(self, number: int) -> Record | None:
         """What a slot holds; None where that cannot be believed."""
-        raw = self.slab.read(self.geometry.records_at + number * RECORD_BYTES, _RECORD.size)
-        fields = _RECORD.unpack(raw)
+        raw = self.slab.read(self.geometry.records_at + number * RECORD_BYTES, RECORD.size)
+        fields = RECORD.unpack(raw)
         return self._checked(number, fields, raw[8:])
 
     def set_record(self, number: int, record: Record) -> None:
         """Say what a slot holds."""
         state, owner, generation, *page = record
-        body = _RECORD.pack(0, generation, state, owner, *page)[8:]
+        body = RECORD.pack(0, generation, state, owner, *page)[8:]
         checksum = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
         self.slab.write(self.geometry.records_at + number * RECORD_BYTES, checksum + body)
 
@@ -169,20 +126,20 @@ class Table:
             count = min(_CHUNK_SLOTS, numbers.stop - start)
             raw = self.slab.read(self.geometry.records_at + start * RECORD_BYTES, count * RECORD_BYTES)
             view = memoryview(raw)
-            for i, fields in enumerate(_PADDED.iter_unpack(raw)):
+            for i, fields in enumerate(PADDED.iter_unpack(raw)):
                 at = i * RECORD_BYTES
-                yield start + i, self._checked(start + i, fields, view[at + 8 : at + _RECORD.size])
+                yield start + i, self._checked(start + i, fields, view[at + 8 : at + RECORD.size])
 
     def rows(self, numbers: Sequence[int]) -> tuple[RecordRows, npt.NDArray[np.bool_]]:
         """`record` of many: what these slots hold, and of which of them that can be believed."""
-        raw, size = self.slab.read_rows(self._records, numbers), _RECORD.size
-        rows = np.frombuffer(raw, _ROW)
+        raw, size = self.slab.read_rows(self._records, numbers), RECORD.size
+        rows = np.frombuffer(raw, ROW)
         right: npt.NDArray[np.bool_] = rows["check"] == self._checks(raw, numbers, size, 8, size)
         return rows, right & (rows["generation"] < _MAX_COUNT)
 
     def set_rows(self, numbers: Sequence[int], rows: RecordRows) -> None:
         """`set_record` of many, one after the other. Mutates `rows`: gives them their checksums."""
-        rows["check"] = self._checks(rows.tobytes(), numbers, _RECORD.size, 8, _RECORD.size)
+        rows["check"] = self._checks(rows.tobytes(), numbers, RECORD.size, 8, RECORD.size)
         self.slab.write_rows(self._records, numbers, rows.tobytes())
 
     def _checks(self, raw: bytes, numbers: Sequence[int], pitch: int, start: int, end: int) -> npt.NDArray[np.uint64]:
@@ -207,20 +164,20 @@ class Table:
     def use(self, number: int) -> PageUse | None:
         """When a slot's page was used; None where that is not known."""
         raw = self.slab.read(self.geometry.uses_at + number * USE_BYTES, USE_BYTES)
-        used_s, priority, hits, check = _USE.unpack(raw)
+        used_s, priority, hits, check = USE.unpack(raw)
         right = check == xxh3_64_intdigest(raw[:24], seed=self._salt ^ number)
         return PageUse(used_s, priority, hits) if right and isfinite(used_s) and isfinite(priority) else None
 
     def set_use(self, number: int, use: PageUse) -> None:
         """Say that a page was used. Needs no lock."""
-        body = _USE.pack(*use, 0)[:24]
+        body = USE.pack(*use, 0)[:24]
         check = _U64.pack(xxh3_64_intdigest(body, seed=self._salt ^ number))
         self.slab.write(self.geometry.uses_at + number * USE_BYTES, body + check)
 
     def uses(self, numbers: Sequence[int]) -> tuple[UseRows, npt.NDArray[np.bool_]]:
         """`use` of many: when these slots' pages were used, and of which of them that is known."""
         raw = self.slab.read_rows(self._uses, numbers)
-        uses = np.frombuffer(raw, _USES)
+        uses = np.frombuffer(raw, USES)
         known: npt.NDArray[np.bool_] = uses["check"] == self._checks(raw, numbers, USE_BYTES, 0, 24)
         return uses, known & np.isfinite(uses["used_s"]) & np.isfinite(uses["priority"])
 
@@ -231,7 +188,7 @@ class Table:
 
     def priorities(self, numbers: Sequence[int], now_s: float) -> npt.NDArray[np.float64]:
         """The priority of what is in each slot; that of a page used now where it is not known."""
-        return _in_time(*self.uses(numbers), now_s)
+        return in_time(*self.uses(numbers), now_s)
 
     def pages(self, numbers: Sequence[int], rows: RecordRows, priorities: npt.NDArray[np.float64]) -> list[PageRow]:
         """The pages that these slots hold, whose records say that they do."""
@@ -269,7 +226,7 @@ class Table:
         """The slots of an extent that these owners have reserved."""
         numbers = self.geometry.numbers(extent, slot_bytes)
         raw = self.slab.read(self.geometry.records_at + numbers.start * RECORD_BYTES, len(numbers) * RECORD_BYTES)
-        columns = np.frombuffer(raw, _COLUMNS)
+        columns = np.frombuffer(raw, COLUMNS)
         theirs = in_state(columns, RecordState.RESERVED) & np.isin(columns["owner"], list(owners))
         found = [(number, self.record(number)) for number in (numbers.start + np.flatnonzero(theirs)).tolist()]
         return [
@@ -416,35 +373,6 @@ class Table:
 def changed_extent(entry: int) -> int | None:
     """The extent that an entry of the ring is about; None: it is the number of a slot."""
     return entry ^ _EXTENT_CHANGED if entry & _EXTENT_CHANGED else None
-
-
-def record_rows(state: RecordState, number: int) -> RecordRows:
-    """So many records of slots without a page, to be filled in."""
-    rows = np.zeros(number, _ROW)
-    rows["state"] = state.value
-    return rows
-
-
-def in_state(rows: RecordRows, state: RecordState) -> npt.NDArray[np.bool_]:
-    """Which records are in a state.
-
-    To compare an array with a member of an enum runs Python code of the enum inside of numpy, which takes what that
-    raises for an answer: an interrupt would be lost.
-    """
-    found: npt.NDArray[np.bool_] = rows["state"] == state.value
-    return found
-
-
-def use_rows(number: int) -> UseRows:
-    """So many uses, to be filled in."""
-    return np.zeros(number, _USES)
-
-
-def _in_time(uses: UseRows, known: npt.NDArray[np.bool_], now_s: float) -> npt.NDArray[np.float64]:
-    """Priorities of uses that are not ahead of the clock; of a use of now, where they are not known."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        in_time = uses["priority"] - np.maximum(uses["used_s"] - now_s, 0.0)
-    return np.where(known, in_time, now_s)
 
 
 def _change_checks(first: int, entries: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

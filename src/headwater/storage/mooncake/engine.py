@@ -12,7 +12,7 @@ What its client does that a store must not do is mended here, each of it seen on
   the other process, and goes on with a new client whose requests cannot be mixed up with the old ones (rules 2, 3).
   The same for a network transfer that the engine gave up: the engine is closed first.
 
-So a call may take long; `storage/calls.py` is for who cannot wait. Not here: what keys mean and what codes are called.
+So a call may take long; an executor gives it up at its deadline. Not here: what keys mean and what codes are called.
 """
 
 import ctypes

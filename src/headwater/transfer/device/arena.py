@@ -9,14 +9,15 @@ is left behind.
 """
 
 import mmap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
-from typing import Final, Self
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import torch
 
+from headwater.core.closing import Closing
 from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
 from headwater.storage.local.directory import available_memory
@@ -35,20 +36,12 @@ _TORCH_DTYPE: Final = {
 }
 
 
-class Owned(ABC):
+class Owned(Closing):
     """Memory that frees itself once: by close(), at the end of a `with` block, or when the last reference goes."""
 
     @abstractmethod
     def close(self) -> None:
         """Give the memory up; idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class DeviceCache(Owned):

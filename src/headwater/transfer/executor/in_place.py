@@ -192,7 +192,8 @@ class InPlaceJobs:
         try:
             is_sound = goes_on = True
             for at in range(0, len(todo), self._slice_pages):
-                self._courtesy.wait()
+                if not order.awaited:
+                    self._courtesy.wait()
                 goes_on = self._begin_slice(job, order, todo[at : at + self._slice_pages], results, reserved, begun)
                 if len(begun) > 1:
                     is_sound = self._publish(job, order, begun.pop(0), results)
@@ -204,7 +205,8 @@ class InPlaceJobs:
                 self._ledger.copied(job)  # the device may have its slots again
                 self._ledger.flush()
             while is_sound and begun:
-                self._courtesy.wait()
+                if not order.awaited:
+                    self._courtesy.wait()
                 is_sound = self._publish(job, order, begun[0], results)
                 begun.pop(0)
         except StoreTrouble:

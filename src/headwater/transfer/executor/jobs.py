@@ -1,8 +1,10 @@
-"""What the executor does for each sort of job, step by step: probe, load, save, promote. Runs in `worker.py`'s threads.
+"""What the executor does for each sort of job, step by step: probe, load, save, copy. Runs in `worker.py`'s threads.
 
-A job works slice by slice: it takes pages for one slice, uses them, gives them back. Before each copy from or to device
-slots it asks the ledger; after its end or its deadline it begins no copy and no call of a store. It ends nothing
-itself: it returns a result per block, or raises, and the worker tells.
+A job works slice by slice: it takes pages for one slice, uses them, gives them back. Where slices overlap, the store's
+call for one goes on in a thread beside, while the next is read from the device, or the one before is written to it, if
+pages for that are to be had at once. Before each copy from or to device slots it asks the ledger; after its end or its
+deadline it begins no copy and no call of a store. It ends nothing itself: it returns a result per block, or raises, and
+the worker tells.
 
 Rules kept here: pages are given back only when the call that was given them has returned (3); what is scattered was
 verified in the page it is scattered from (4); a store's answers are believed only if they are one status per page.
@@ -10,24 +12,26 @@ A job of several slices that loses its store in the middle keeps what it has: th
 Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
-import contextlib
+import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Job, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
-from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, Reason, Status
-from headwater.layout.frame import PageMeta
+from headwater.core.results import BAD_PAGE, GET_ANSWERS, PUT_ANSWERS, Reason, Status
+from headwater.layout.frame import PageMeta, parse
+from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
-from headwater.storage.sealed import put_sealed
+from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
-from headwater.transfer.executor.pages import Account, PagePool
+from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.pieces import JobPages, RowPiece
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
@@ -35,18 +39,22 @@ from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
 
+log: Final = logging.getLogger("headwater")
+
 Item: TypeAlias = tuple[PageName, memoryview]
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
     """Raise InvalidInput for a job that can never be done."""
-    named = {order.store, order.target} if isinstance(order, Promote) else {order.store}
+    named = {order.store, order.target} if isinstance(order, StoreCopy) else {order.store}
     if not named <= set(stores):
         raise InvalidInput(f"job {order.job} names {', '.join(sorted(named))}; there are {', '.join(stores)}")
-    if isinstance(order, Promote) and len(named) == 1:
-        raise InvalidInput(f"job {order.job} promotes from {order.store} to itself")
+    if isinstance(order, StoreCopy) and len(named) == 1:
+        raise InvalidInput(f"job {order.job} copies from {order.store} to itself")
     if isinstance(order, Load | Save) and len(order.slots) != len(order.keys):
         raise InvalidInput(f"job {order.job} has {len(order.keys)} blocks and {len(order.slots)} slots")
+    if isinstance(order, Load | Save) and order.valid_tokens and (order.valid_tokens < 0 or len(order.keys) != 1):
+        raise InvalidInput(f"job {order.job}: a tail of {order.valid_tokens} tokens is one block, by itself")
     if math.isnan(order.deadline_s):
         raise InvalidInput(f"job {order.job} has no deadline")
 
@@ -64,17 +72,20 @@ class JobRunner:
         naming: Naming,
         slice_pages: int,
         in_place_pages: int,
+        overlaps: bool,
+        grace_s: float,
         clock: Clock,
         courtesy: Courtesy,
         metrics: Metrics,
     ) -> None:
         self._tiers = tiers
         self._staging = staging
-        self._pool = pool
+        self._pages = JobPages(pool, ledger, slice_pages)
         self._ledger = ledger
         self._naming = naming
         self._frame_bytes = naming.frame_bytes
-        self._slice_pages = slice_pages
+        self._overlaps = overlaps
+        self._grace_s = grace_s
         self._clock = clock
         self._courtesy = courtesy
         self._metrics = metrics
@@ -101,8 +112,8 @@ class JobRunner:
             return self._load(job, order)
         if isinstance(order, Save):
             return self._save(job, order)
-        if isinstance(order, Promote):
-            return self._promote(job, order)
+        if isinstance(order, StoreCopy):
+            return self._copy(job, order)
         raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
 
     def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
@@ -126,7 +137,7 @@ class JobRunner:
         return _statuses(held)
 
     def _probe(self, job: JobState, order: Probe) -> list[Status]:
-        held = self._contains(job, self._naming.names(order.keys))
+        held = self._contains(self._tiers[order.store], job, self._naming.names(order.keys))
         trouble = self._tiers[order.store].trouble
         if trouble is not None:  # a store that is down misses everything: that is no answer
             raise StoreTrouble(trouble)
@@ -136,83 +147,162 @@ class JobRunner:
 
     def _load(self, job: JobState, order: Load) -> list[Status]:
         names = self._naming.names(order.keys)
-        if self._in_place.reaches(order.store):
+        if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
         results: list[Status] = [Status.LATE] * len(names)
-        done = 0
-        while done < len(names):
-            with self._pages(job, len(names) - done) as pages:
-                if not pages:
-                    break
-                try:
-                    got = self._read(job, self._items(names[done:], pages))
-                except StoreTrouble:
-                    if not done:
-                        raise
-                    return fill(results, done, Status.FAILED)
+        piece = self._ask(job, order, names, results, 0)
+        ahead: RowPiece[list[Status]] | None = None
+        try:
+            while piece is not None:
+                got = piece.wait()
                 num_hits = _leading_hits(got)
+                if self._overlaps and num_hits == len(got):
+                    ahead = self._ask(job, order, names, results, piece.end, beside=True)
                 if num_hits:
                     with self._ledger.copying(job) as may_copy:
                         if not may_copy:
                             break
-                        self._staging.scatter(pages[:num_hits], order.slots[done : done + num_hits])
-            results[done : done + num_hits] = [Status.HIT] * num_hits
-            job.num_bytes += self._moved(order.store, "out", num_hits)
-            done += num_hits
-            if num_hits < len(got):
-                results[done] = got[num_hits]
-                return fill(results, done + 1, Status.MISS)
+                        slots = order.slots[piece.start : piece.start + num_hits]
+                        self._staging.scatter(piece.pages[:num_hits], slots)
+                done = piece.start + num_hits
+                results[piece.start : done] = [Status.HIT] * num_hits
+                job.num_bytes += self._moved(order.store, "out", num_hits)
+                if num_hits < len(got):
+                    results[done] = got[num_hits]
+                    return fill(results, done + 1, Status.MISS)
+                self._pages.settle(job, piece)
+                piece, ahead = ahead, None
+                if piece is None:
+                    piece = self._ask(job, order, names, results, done)
+        except StoreTrouble:
+            if Status.HIT not in results:
+                raise
+            return fill(results, results.index(Status.LATE), Status.FAILED)
+        finally:
+            self._pages.settle(job, piece, ahead)
         return results
+
+    def _ask(
+        self,
+        job: JobState,
+        order: Load,
+        names: Sequence[PageName],
+        results: list[Status],
+        start: int,
+        *,
+        beside: bool = False,
+    ) -> "RowPiece[list[Status]] | None":
+        """The blocks from `start` on, as many as there are pages for. None: there are none, or no time is left.
+
+        With `beside` they are on their way when this returns, and nobody waited for a page.
+        """
+        pages = self._pages.take(job, len(names) - start, wait=not beside)
+        if not pages:
+            return None
+        items = self._items(names[start:], pages)
+
+        def judged(got: Sequence[Status]) -> None:  # the row ends with a bad page, and all before it is in its slots
+            if got[0] in BAD_PAGE and results.count(Status.HIT) == start:
+                job.judged = (*results[:start], got[0], *(Status.MISS,) * (len(names) - start - 1))
+
+        return RowPiece(start, pages, lambda: self._read(job, order, items, judged), beside=beside)
 
     def _save(self, job: JobState, order: Save) -> list[Status]:
-        self._courtesy.wait()
-        there = self._contains(job, self._naming.names(order.keys))
+        if not order.awaited:
+            self._courtesy.wait()
+        # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
+        names = self._naming.names(order.keys)
+        there = [False] * len(names) if order.valid_tokens else self._contains(self._tiers[order.store], job, names)
         results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
         todo = [i for i, one in enumerate(there) if not one]
-        if self._in_place.reaches(order.store):
+        if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.save(job, order, results, todo)
-        done = 0
-        while done < len(todo):
-            self._courtesy.wait()
-            with self._pages(job, len(todo) - done) as pages:
-                if not pages:
+        piece = self._gather(job, order, todo, 0)
+        ahead: RowPiece[list[Status]] | None = None
+        try:
+            while piece is not None:
+                if self._overlaps and piece.end < len(todo):
+                    piece.begin()
+                    ahead = self._gather(job, order, todo, piece.end, wait=False)
+                statuses = piece.wait()
+                if self._is_past(job):
+                    break  # whatever it says now: a store that keeps no time has proved nothing by the deadline
+                for i, status in zip(todo[piece.start : piece.end], statuses, strict=True):
+                    results[i] = status
+                num_held = sum(1 for _ in takewhile(lambda status: status.held, statuses))
+                job.num_bytes += self._moved(order.store, "in", statuses[:num_held].count(Status.STORED))
+                if num_held < len(statuses):
+                    return fill(results, piece.end, Status.NO_PARENT, todo)
+                done = piece.end
+                self._pages.settle(job, piece)
+                piece, ahead = ahead, None
+                if piece is None:
+                    piece = self._gather(job, order, todo, done)
+                elif not self._ledger.goes_on(job):
                     break
-                slice_ = todo[done : done + len(pages)]
-                with self._ledger.copying(job) as may_copy:
-                    if not may_copy:
-                        break
-                    digests = self._staging.gather([order.slots[i] for i in slice_], pages)
-                if done + len(slice_) == len(todo):
-                    self._ledger.copied(job)
-                    self._ledger.flush()
-                if not self._ledger.goes_on(job):
-                    break
-                try:
-                    statuses = self._seal_and_put(job, [self._naming.meta(order, i) for i in slice_], pages, digests)
-                except StoreTrouble:
-                    if not done:
-                        raise
-                    return fill(results, done, Status.FAILED, todo)
-            for i, status in zip(slice_, statuses, strict=True):
-                results[i] = status
-            job.num_bytes += self._moved(order.store, "in", statuses.count(Status.STORED))
-            done += len(slice_)
-            if not all(status.held for status in statuses):
-                return fill(results, done, Status.NO_PARENT, todo)
+        except StoreTrouble:
+            done = next((at for at, i in enumerate(todo) if results[i] == Status.LATE), len(todo))
+            if not done:
+                raise
+            return fill(results, done, Status.FAILED, todo)
+        finally:
+            self._pages.settle(job, piece, ahead)
         return results
 
-    def _promote(self, job: JobState, order: Promote) -> list[Status]:
-        names = self._naming.names(order.keys)
-        results: list[Status] = [Status.LATE] * len(names)
-        target = self._tiers[order.target]
+    def _gather(
+        self, job: JobState, order: Save, todo: Sequence[int], start: int, *, wait: bool = True
+    ) -> "RowPiece[list[Status]] | None":
+        """The blocks `todo` from `start` on, as many as there are pages for, read from the device and ready to be put.
+
+        None: there are none, or no time is left. Those that are not the row's last ones are sealed already.
+        """
+        if start >= len(todo):
+            return None
+        if not order.awaited:
+            self._courtesy.wait()
+        pages = self._pages.take(job, len(todo) - start, wait=wait)
+        if not pages:
+            return None
+        try:
+            places = todo[start : start + len(pages)]
+            with self._ledger.copying(job) as may_copy:
+                digests = self._staging.gather([order.slots[i] for i in places], pages) if may_copy else None
+            if may_copy and start + len(places) == len(todo):
+                self._ledger.copied(job)
+                self._ledger.flush()
+            if not may_copy or not self._ledger.goes_on(job):
+                self._pages.give_back(job, pages)
+                return None
+            unsealed = [
+                (self._naming.meta(order, i), self._staging.frame(page)) for i, page in zip(places, pages, strict=True)
+            ]
+            put = self._seal_and_put(job, unsealed, digests, ahead=self._overlaps and len(places) < len(todo))
+        except BaseException:
+            self._pages.give_back(job, pages)
+            raise
+        return RowPiece(start, pages, put)
+
+    def _copy(self, job: JobState, order: StoreCopy) -> list[Status]:
+        """Sealed frames from one store to another, as they are.
+
+        Through pages of our own: each is checked there, generation and digests, before the target sees it. A slot that
+        is evicted and written anew while it is read ends as a miss, and no torn frame takes a name (rule 4).
+        """
+        names, target = self._naming.names(order.keys), self._tiers[order.target]
+        demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
+        there = self._contains(target, job, names) if demoting else [False] * len(names)
+        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
+        todo = [i for i, one in enumerate(there) if not one]
         done = 0
-        while done < len(names):
-            with self._pages(job, len(names) - done) as pages:
+        while done < len(todo):
+            if demoting:
+                self._courtesy.wait()
+            with self._pages.slice_of(job, len(todo) - done) as pages:
                 if not pages:
                     break
-                items = self._items(names[done:], pages)
+                items = self._items([names[i] for i in todo[done : done + len(pages)]], pages)
                 try:
-                    got = self._read(job, items)
+                    got = self._read_source(job, items) if demoting else self._read(job, order, items)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
@@ -220,65 +310,100 @@ class JobRunner:
                 except StoreTrouble:
                     if not done:
                         raise
-                    return fill(results, done, Status.FAILED)
-            results[done : done + num_hits] = statuses
+                    return fill(results, done, Status.FAILED, todo)
+            for i, status in zip(todo[done:], statuses, strict=False):
+                results[i] = status
             self._moved(order.store, "out", num_hits)
             job.num_bytes += self._moved(order.target, "in", statuses.count(Status.STORED))
             done += num_hits
             if not all(status.held for status in statuses):
-                return fill(results, done, Status.NO_PARENT)
+                return fill(results, done, Status.NO_PARENT, todo)
             if num_hits < len(got):
-                late = got[num_hits] is Status.LATE
-                return fill(results, done, Status.LATE if late else Status.FAILED)
+                lacking = Status.MISS if demoting else Status.FAILED
+                return fill(results, done, Status.LATE if got[num_hits] is Status.LATE else lacking, todo)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _pages(self, job: JobState, num_wanted: int) -> Iterator[list[int]]:
-        """Pages for one slice, or none where the job has ended or its time is over. Blocks until then."""
-        order = job.order  # a promotion is a kind of write
-        account: Account = (order.target if isinstance(order, Promote) else order.store, isinstance(order, Load))
-        number = min(num_wanted, self._slice_pages)
-        pages = self._pool.take(account, number, deadline=job.deadline, stopped=lambda: job.ended)
-        try:
-            yield pages
-        finally:
-            self._pool.give_back(account, pages)
+    def _is_past(self, job: JobState) -> bool:
+        """Whether the watchdog has given a job up, or would have, had it looked."""
+        return self._clock.monotonic() > job.order.deadline_s + self._grace_s
 
     def _items(self, names: Sequence[PageName], pages: Sequence[int]) -> list[Item]:
         return [(name, self._staging.frame(page)) for name, page in zip(names, pages, strict=False)]
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
 
-    def _contains(self, job: JobState, names: list[PageName]) -> list[bool]:
-        store = self._tiers[job.order.store].store
-        held = call(job.order.store, lambda: list(store.contains(names, deadline=job.deadline)))
-        require(job.order.store, held, len(names), None, bool)
+    def _contains(self, tier: TierStore, job: JobState, names: list[PageName]) -> list[bool]:
+        held = call(tier.name, lambda: list(tier.store.contains(names, deadline=job.deadline)))
+        require(tier.name, held, len(names), None, bool)
         return held
 
-    def _read(self, job: JobState, items: list[Item]) -> list[Status]:
-        reader = self._tiers[job.order.store].reader
-        got = call(job.order.store, lambda: list(reader.get_into(items, deadline=job.deadline)))
-        require(job.order.store, got, len(items), GET_ANSWERS)
+    def _read(
+        self,
+        job: JobState,
+        order: Load | StoreCopy,
+        items: list[Item],
+        judged: Callable[[Sequence[Status]], None] | None = None,
+    ) -> list[Status]:
+        """Pages, verified. `judged` hears what was found before bad pages are removed."""
+        reader = self._tiers[order.store].reader
+        got = call(order.store, lambda: list(reader.get_into(items, deadline=job.deadline, judged=judged)))
+        require(order.store, got, len(items), GET_ANSWERS)
+        if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
+            ((name, frame),) = items
+            if not self._is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
+                got = [Status.FOREIGN]
+                if judged is not None:
+                    judged(got)
+                call(order.store, lambda: reader.refuse(name, deadline=job.deadline))
         return got
 
-    def _seal_and_put(
-        self, job: JobState, metas: list[PageMeta], pages: list[int], digests: "Digests | None"
-    ) -> list[Status]:
+    def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
+        """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
+
+        Its trouble is not the target's, and the blocks may still be on the device: a miss.
+        """
         tier = self._tiers[job.order.store]
-        unsealed = [(meta, self._staging.frame(page)) for meta, page in zip(metas, pages, strict=False)]
-        now_ms = int(self._clock.time() * 1000)
-        statuses = call(
-            tier.name,
-            lambda: list(
-                put_sealed(
-                    tier.store, unsealed, self._naming.layout, digests=digests, now_ms=now_ms, deadline=job.deadline
-                )
-            ),
-        )
-        require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
-        return statuses
+        try:
+            got = call(tier.name, lambda: list(tier.reader.peek_into(items, deadline=job.deadline)))
+            require(tier.name, got, len(items), GET_ANSWERS)
+            return got
+        except StoreTrouble as trouble:
+            log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
+            return [Status.FAILED] * len(items)
+
+    def _is_tail(self, frame: memoryview, valid_tokens: int) -> bool:
+        """Whether a verified frame is of a block of so many tokens, and nothing is behind them (rule 9)."""
+        header = parse(frame)
+        if isinstance(header, Status) or header.meta.valid_tokens != valid_tokens:
+            return False
+        return is_zero_behind(frame[header.header_bytes : header.frame_bytes], self._naming.layout, valid_tokens)
+
+    def _seal_and_put(
+        self, job: JobState, unsealed: list[tuple[PageMeta, memoryview]], digests: "Digests | None", *, ahead: bool
+    ) -> Callable[[], list[Status]]:
+        """How to put pages. One of several pieces (`ahead`) is sealed now, while the one before it is being put.
+
+        Digests of a whole block, if the copy made some, are not a tail's: `seal_pages` looks at that.
+        """
+        tier, layout = self._tiers[job.order.store], self._naming.layout
+        now_ms, deadline = int(self._clock.time() * 1000), job.deadline
+        sealed = ahead and (digests is not None or tier.store.addressable() is None)
+        if sealed:
+            seal_pages(unsealed, layout, now_ms=now_ms, digests=digests)
+
+        def put() -> list[Status]:
+            if sealed:
+                return list(tier.store.put([(meta.name, frame) for meta, frame in unsealed], deadline=deadline))
+            return list(put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline))
+
+        def checked() -> list[Status]:
+            statuses = call(tier.name, put)
+            require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
+            return statuses
+
+        return checked
 
     def _put(self, tier: TierStore, job: JobState, items: list[Item]) -> list[Status]:
         if not items:

@@ -39,8 +39,8 @@ class JobState:
     """What has become of a job so far. Guarded by the ledger's lock."""
 
     __slots__ = (
-        *("copied", "deadline", "ended", "failing", "kind", "num_bytes", "num_copying", "num_planes_ready", "order"),
-        *("phase", "started_s", "stuck"),
+        *("copied", "deadline", "ended", "failing", "judged", "kind", "num_bytes", "num_copying", "num_pages"),
+        *("num_planes_ready", "order", "phase", "started_s", "stuck"),
     )
 
     def __init__(self, order: Job, clock: Clock) -> None:
@@ -50,6 +50,8 @@ class JobState:
         self.phase = JobPhase.QUEUED
         self.started_s: float | None = None
         self.num_bytes = 0  # moved so far; only the job's thread counts
+        self.num_pages = 0  # of staging that it holds
+        self.judged: tuple[Status, ...] | None = None  # a Load's results, once a bad page is found that is still there
         self.num_copying = 0  # copies between slots and host memory that are under way
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
@@ -69,10 +71,12 @@ class Ledger:
     def __init__(self, *, clock: Clock, metrics: Metrics) -> None:
         self.deliver: Callable[[Event], None] | None = None
         self.on_news: Callable[[], None] | None = None  # called, lock held, where nobody is about to `flush`
+        self.on_end: Callable[[int], None] | None = None  # called, lock held, with the number of a job that has ended
         self.on_first_layer: Callable[[], None] | None = None  # called without the lock: a load has begun to arrive
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # a job ended, a page came back, an event was delivered
         self.live: dict[int, JobState] = {}
+        self.stuck: set[JobState] = set()  # their threads are in calls that do not return, and keep their pages
         self._clock = clock
         self._metrics = metrics
         self._outbox: deque[Event] = deque()
@@ -84,7 +88,7 @@ class Ledger:
         """A job is alive from now on. The lock is held."""
         self.live[job.order.job] = job
 
-    def fail(self, job: JobState, failure: Reason, why: str) -> None:
+    def fail(self, job: JobState, failure: Reason, why: str, *, on_device: bool = False) -> None:
         """End a job without a result, now or when its copy is over; one that ended stays ended. The lock is held."""
         if job.ended:
             return
@@ -92,8 +96,17 @@ class Ledger:
             job.failing = job.failing or (failure, why)
             return
         self._end(job)
-        self.say(JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why))
+        self.say(
+            JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why, on_device=on_device)
+        )
         self._count(job, failure.value)
+
+    def give_up(self, job: JobState, why: str) -> None:
+        """End a job whose time is over: LATE, or, of a Load that found a bad page, with what it found. Lock held."""
+        if job.judged is None or job.ended or job.copying:
+            self.fail(job, Reason.LATE, why)
+        else:
+            self._done(job, job.judged)
 
     def say(self, event: Event) -> None:
         """Put an event behind those that are to be told. The lock is held; somebody must `flush` soon."""
@@ -114,20 +127,8 @@ class Ledger:
     def done(self, job: JobState, results: Sequence[Status]) -> None:
         """End a job with its results, unless it has ended."""
         with self.lock:
-            if job.ended:
-                return
-            self._say_copied(job)
-            self._end(job)
-            self.say(
-                JobDone(
-                    now_s=self._clock.monotonic(),
-                    job=job.order.job,
-                    results=tuple(results),
-                    num_bytes=job.num_bytes,
-                    seconds=self._seconds(job),
-                )
-            )
-            self._count(job, "done")
+            if not job.ended:
+                self._done(job, results)
 
     def copied(self, job: JobState) -> None:
         """A Save reads its slots no more: say so, once, unless the job has ended."""
@@ -199,6 +200,21 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _done(self, job: JobState, results: Sequence[Status]) -> None:
+        """The lock is held."""
+        self._say_copied(job)
+        self._end(job)
+        self.say(
+            JobDone(
+                now_s=self._clock.monotonic(),
+                job=job.order.job,
+                results=tuple(results),
+                num_bytes=job.num_bytes,
+                seconds=self._seconds(job),
+            )
+        )
+        self._count(job, "done")
+
     def _say_copied(self, job: JobState) -> None:
         if isinstance(job.order, Save) and not job.copied:
             job.copied = True
@@ -210,6 +226,8 @@ class Ledger:
         if job.phase is JobPhase.QUEUED:
             job.phase = JobPhase.OVER
         del self.live[job.order.job]
+        if self.on_end is not None:
+            self.on_end(job.order.job)
         self.changed.notify_all()
 
     def _seconds(self, job: JobState) -> float:

@@ -56,6 +56,10 @@ class PagePool:
         with self._changed:
             return self.num_pages - len(self._free)
 
+    def is_spent(self, account: Account, num_kept: int) -> bool:
+        """Whether there is no page, and nobody to give one back but calls that hang and keep so many. Lock held."""
+        return self._available(account) <= 0 and self.num_pages - len(self._free) <= num_kept
+
     def take(self, account: Account, num_pages: int, *, deadline: Deadline, stopped: Callable[[], bool]) -> list[int]:
         """At least one page and at most `num_pages`; none if the deadline came first, or `stopped` said so.
 

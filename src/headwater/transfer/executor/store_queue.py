@@ -1,7 +1,8 @@
 """StoreQueue: the jobs that wait for one store, in the order they shall begin, and the count of threads that take them.
 
-Probes and loads come first, because somebody waits for them, then promotions, then saves; within a sort, who came
-first. Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a
+Probes and loads come first, because somebody waits for them, then promotions and awaited saves, then other saves and
+demotions, which are writes of their target's; within a sort, who came first: so what a row builds on is written before
+it. Where a store has two threads or more, one is kept for probes and loads: so no load waits for a long save, and a
 store that hangs in `put` alone can still be read. Counts and orders only; the threads are `worker.py`'s, and the
 ledger's lock guards everything here.
 
@@ -13,12 +14,13 @@ from collections import OrderedDict
 from threading import Condition
 from typing import Final
 
-from headwater.core.events import Job, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, Load, Probe, Promote, Save
 from headwater.metrics import Metrics
 from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 
-PROMOTIONS: Final = "promotions"  # jobs between two stores have a queue of their own: neither may hold up the other
-PRIORITY: Final[dict[type[Job], int]] = {Probe: 0, Load: 0, Promote: 1, Save: 2}  # lower goes first
+PROMOTIONS: Final = "promotions"  # somebody waits for these: a queue of their own, which no write holds up
+PRIORITY: Final[dict[type[Job], int]] = {Probe: 0, Load: 0, Promote: 1, Save: 2, Demote: 2}  # lower goes first
+_AWAITED: Final = 1  # a Save that somebody waits for
 
 
 class StoreQueue:
@@ -30,7 +32,7 @@ class StoreQueue:
         self.num_able = 0
         self.num_stuck = 0
         self._num_threads = num_threads  # wanted
-        self._num_unhurried = 0  # promotions and saves that able threads are at
+        self._num_unhurried = 0  # promotions, saves and demotions that able threads are at
         self._queues: tuple[OrderedDict[int, JobState], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
         self._queued_bytes = 0
         self._frame_bytes = frame_bytes
@@ -73,6 +75,7 @@ class StoreQueue:
         self.num_able -= 1
         self.num_stuck += 1
         self._num_unhurried -= _rank(job) > 0
+        self._metrics.gauge("stuck_calls", self.num_stuck, store=self.name)
         self.work.notify_all()  # in its place another may begin
 
     def leave(self, job: JobState) -> None:
@@ -81,6 +84,7 @@ class StoreQueue:
         if job.stuck:
             self.num_able += 1
             self.num_stuck -= 1
+            self._metrics.gauge("stuck_calls", self.num_stuck, store=self.name)
         else:
             self._num_unhurried -= _rank(job) > 0
 
@@ -92,9 +96,12 @@ class StoreQueue:
 
 
 def _rank(job: JobState) -> int:
-    return PRIORITY[type(job.order)]
+    order = job.order
+    return _AWAITED if isinstance(order, Save) and order.awaited else PRIORITY[type(order)]
 
 
 def queue_of(order: Job) -> str:
     """Whose threads do a job."""
+    if isinstance(order, Demote):
+        return order.target
     return PROMOTIONS if isinstance(order, Promote) else order.store

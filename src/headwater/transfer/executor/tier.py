@@ -5,6 +5,7 @@ No threads, no decisions: whether a store is used is decided in `worker.py` and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Save
@@ -15,6 +16,8 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Store
 from headwater.storage.verified import VerifiedStore
+
+BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +54,18 @@ class Naming:
         return [key + suffix for key in keys]  # type: ignore[misc]  # a NewType's call costs more than the name
 
     def meta(self, order: Save, at: int) -> PageMeta:
-        """What the frame of one block of a row of full blocks says."""
+        """What the frame of one block of a row says."""
         return PageMeta(
             key=order.keys[at],
             identity=self.identity,
             parent=order.keys[at - 1] if at else order.parent,
             depth=order.depth + at,
-            valid_tokens=self.layout.block_tokens,
+            valid_tokens=order.valid_tokens or self.layout.block_tokens,
             tenant=order.tenant,
             shard_index=self.shard.index,
             shard_count=self.shard.count,
             part=self.part,
+            expires_at_ms=order.expires_at_ms,
         )
 
     def metas(self, order: Save, places: Sequence[int]) -> list[PageMeta]:
@@ -88,7 +92,7 @@ class TierStore:
         """Why the store is not to be used now (rule 8), as far as it knows itself. Looks at memory only."""
         if self.damageable is not None and self.damageable.down is not None:
             return str(self.damageable.down)
-        return "nothing but bad pages came from it" if self.reader.switched_off else None
+        return BAD_PAGES if self.reader.switched_off else None
 
     def revive(self) -> bool:
         """Try to put the store right. Blocks, seconds where it rebuilds. True if it may be used."""

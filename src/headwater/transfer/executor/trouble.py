@@ -42,6 +42,14 @@ class StoreTrouble(JobTrouble):
         super().__init__(Reason.FAILED, why)
 
 
+class PagesKept(StoreTrouble):
+    """All pages are with calls that do not return, and may never come back."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(f"the {store}'s calls keep all pages")
+        self.failure = Reason.DOWN
+
+
 def call(store: str, work: Callable[[], T]) -> T:
     """Call a store. Raises StoreTrouble for whatever trouble it makes."""
     try:

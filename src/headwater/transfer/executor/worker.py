@@ -1,8 +1,9 @@
 """Worker: the executor's threads. Takes instructions, runs them beside the engine, and says what became of each.
 
 Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
-jobs; promotions, which touch two stores, have one of their own. One more thread, the watchdog, sleeps until the next
-deadline. No torch here.
+jobs; promotions, which touch two stores, have one of their own, and demotions are writes of their target's. A job that
+names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog,
+sleeps until the next deadline. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
 job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
@@ -27,7 +28,20 @@ from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
-from headwater.core.events import Cancel, Event, Instruction, Job, Load, Probe, Promote, StoreOff, StoreOn, Stuck
+from headwater.core.events import (
+    Cancel,
+    Demote,
+    Event,
+    Instruction,
+    Job,
+    Load,
+    Probe,
+    Save,
+    StoreCopy,
+    StoreOff,
+    StoreOn,
+    Stuck,
+)
 from headwater.core.results import Reason, Status
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
@@ -48,7 +62,7 @@ _STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before the
 
 
 class Worker:
-    """Runs Probe, Load, Save, Promote and Cancel. Owns its threads; stores, staging and metrics belong to the caller.
+    """Runs Probe, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
 
     `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
     may `submit`, and must not `drain` or `close`. A worker belongs to one process: after fork() make another.
@@ -71,6 +85,7 @@ class Worker:
         max_extra_threads: int = 2,
         slice_pages: int = 32,
         in_place_pages: int = 128,
+        overlaps: bool = False,
         grace_s: float = 0.25,
     ) -> None:
         """Start the threads. Raises InvalidInput, with none started.
@@ -78,7 +93,8 @@ class Worker:
         `stores`, by tier, are taken as they are: reading from them goes through verification here. `layout`, `shard`
         and `part` are those of a page: the whole block, or what one rank holds of it. Deadlines are on `clock`.
         `slice_pages` go together through staging, `in_place_pages` straight into a store's memory: there a slice holds
-        no page, and costs the interpreter by the slice.
+        no page, and costs the interpreter by the slice. With `overlaps` the store is called for one slice while the
+        device is at another: faster for few long rows, and each takes twice the pages.
         """
         if not stores:
             raise InvalidInput("a worker needs at least one store")
@@ -100,6 +116,7 @@ class Worker:
         self._ledger.deliver = deliver
         self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
         self._ledger.on_news = self._watch.notify
+        self._ledger.on_end = self._release
         self._layout = layout
         self._courtesy = Courtesy()
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
@@ -116,6 +133,8 @@ class Worker:
             naming=naming,
             slice_pages=slice_pages,
             in_place_pages=in_place_pages,
+            overlaps=overlaps,
+            grace_s=grace_s,
             clock=clock,
             courtesy=self._courtesy,
             metrics=self._metrics,
@@ -132,6 +151,7 @@ class Worker:
             )
             for name in queues
         }
+        self._waiting: dict[int, list[JobState]] = {}  # jobs that are queued when another has ended, by its number
         self._off: dict[str, str] = {}  # stores that are not used, and why
         self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
         self._numbers = count()
@@ -283,9 +303,19 @@ class Worker:
         if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
             self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not JobPhase.OVER]
             heapq.heapify(self._alarms)
+        after = job.order.after if isinstance(job.order, Save | Demote) else 0
         self._ledger.admit(job)
-        self._queues[queue_of(job.order)].push(job)
+        if after in self._ledger.live:
+            self._waiting.setdefault(after, []).append(job)
+        else:
+            self._queues[queue_of(job.order)].push(job)
         self._set_alarm(job, job.order.deadline_s)
+
+    def _release(self, number: int) -> None:
+        """A job has ended: queue those that came after it. The lock is held."""
+        for job in self._waiting.pop(number, ()):
+            if not job.ended:
+                self._queues[queue_of(job.order)].push(job)
 
     def _fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
@@ -309,6 +339,7 @@ class Worker:
             self._run(job)
             with self._ledger.lock:
                 queue.leave(job)
+                self._ledger.stuck.discard(job)
             self._ledger.flush()
         with self._ledger.lock:
             self._watch.notify()  # after close() it waits for the last of us
@@ -333,23 +364,24 @@ class Worker:
     def _run(self, job: JobState) -> None:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
         order = job.order
-        tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, Promote) else []))]
+        tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, StoreCopy) else []))]
+        on_device = False
         try:
             self._notice(tiers)
-            self._require_on(tiers)
+            self._require_on(tiers[1:] if isinstance(order, Demote) else tiers)  # a source that is off gives nothing
             results = self._runner.run(job)
         except JobTrouble as trouble:
             failure, why = trouble.failure, trouble.why
         except BaseException as error:  # staging is foreign code too
             log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
-            failure, why = Reason.FAILED, f"{type(error).__name__}: {error}"
+            failure, why, on_device = Reason.FAILED, f"{type(error).__name__}: {error}", True
         else:
             self._notice(tiers)
             self._ledger.done(job, results)
             return
         self._notice(tiers)
         with self._ledger.lock:
-            self._ledger.fail(job, failure, why)
+            self._ledger.fail(job, failure, why, on_device=on_device)
 
     def _notice(self, tiers: Iterable[TierStore]) -> None:
         """Say StoreOff, once, for stores that turned themselves off."""
@@ -413,11 +445,12 @@ class Worker:
         kind, why = "store_stuck", "a store's call did not return in time"
         if job.copying:
             kind, why = "copy_stuck", "a copy did not end in time"
-        self._ledger.fail(job, Reason.LATE, why)
+        self._ledger.give_up(job, why)
         if job.copying and isinstance(job.order, Load):
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
         queue.stick(job)
-        self._ledger.changed.notify_all()  # who waits for its layers
+        self._ledger.stuck.add(job)
+        self._ledger.changed.notify_all()  # who waits for its layers, or for its pages
         self._metrics.event(kind, store=queue.name, job=job.kind)
         if not self._closed and queue.num_able + queue.num_stuck < self._max_threads:
             queue.num_able += 1

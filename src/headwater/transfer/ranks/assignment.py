@@ -1,14 +1,14 @@
 """Which members of a group do a job. Pure but for the turns that it counts.
 
-What ranks share is written once, by one of them, in turns; so is asking for it and promoting it. A Save that builds on
-a block which is still being written goes to the rank that writes that block: one rank writes in order, two would race,
-and the second would find no parent.
+What ranks share is written once, by one of them, in turns; so is asking for it and promoting it. A Save or Demote that
+builds on a block which is still being written, wherever to, goes to the rank that writes that block: one rank writes in
+order, two would race, and the second would find no parent. One that comes after another job goes where that is done.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from headwater.core.events import Job, Load, Save
+from headwater.core.events import Demote, Job, Load, Save
 from headwater.layout.shard import is_writer
 from headwater.transfer.ranks.group_job import GroupJob
 from headwater.transfer.ranks.members import Member, Page
@@ -33,7 +33,7 @@ class Assignment:
         if isinstance(order, Load):
             return list(range(len(self._members)))
         self._turns[type(order)] += 1
-        writing = _writing(order, live) if isinstance(order, Save) else ()
+        writing = _writing(order, live) if isinstance(order, Save | Demote) else ()
         chosen = []
         for holders in self._holders.values():
             behind = [at for at in holders if at in writing]
@@ -45,9 +45,12 @@ class Assignment:
         return is_writer(member.shard, member.rank, self._tp_size, turn=self._turns[type(order)])
 
 
-def _writing(order: Save, live: Iterable[GroupJob]) -> tuple[int, ...]:
-    """The members that are writing the block on which a Save builds, if any are."""
+def _writing(order: Save | Demote, live: Iterable[GroupJob]) -> tuple[int, ...]:
+    """The members of the job that a write comes after, or that are writing the block on which it builds, if any are."""
+    behind: tuple[int, ...] = ()
     for job in live:
-        if order.parent in job.writes and job.order.store == order.store:
+        if job.order.job == order.after:
             return job.members
-    return ()
+        if order.parent in job.writes:
+            behind = behind or job.members
+    return behind

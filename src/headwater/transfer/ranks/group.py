@@ -6,14 +6,15 @@ deadline.
 
     Load              every rank, every page of its own
     Probe, Promote    each distinct page once, by whoever holds it, in turns
-    Save              the same; while what it builds on is still being written, by the rank that writes that: one rank
-                      writes in order, two would race, and the second would find no parent
+    Save, Demote      the same; while what it builds on is still being written, by the rank that writes that: one rank
+                      writes in order, two would race, and the second would find no parent. A Demote that comes after
+                      a Save, by the ranks that do the Save: each begins when its own part of that has ended
 
 Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
-  is cancelled first; a Probe or a Promote then ends, LATE. A Load or a Save touches slots: it ends when every rank has
-  said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself, unless its
-  copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
+  is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every
+  rank has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself,
+  unless its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
   allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers
@@ -23,18 +24,17 @@ Invariants:
 Takes no decision about blocks. Not here: the link to another process (`ranks/link.py`), pages and stores (`worker.py`).
 """
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import count
 from typing import Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
+    Demote,
     Event,
     Instruction,
     Job,
@@ -44,6 +44,7 @@ from headwater.core.events import (
     Probe,
     Promote,
     Save,
+    StoreCopy,
     StoreOff,
     StoreOn,
     Stuck,
@@ -53,6 +54,7 @@ from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
 from headwater.transfer.executor.jobs import check_job
 from headwater.transfer.executor.ledger import Ledger
+from headwater.transfer.ranks.alarms import Alarms
 from headwater.transfer.ranks.assignment import Assignment
 from headwater.transfer.ranks.group_job import End, GroupJob
 from headwater.transfer.ranks.group_result import GroupResult
@@ -61,14 +63,13 @@ from headwater.transfer.ranks.roster import RankReport, RankState, Roster
 
 log: Final = logging.getLogger("headwater")
 
-_KINDS: Final = (Probe, Load, Save, Promote)
-_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
+_KINDS: Final = (Probe, Load, Save, Demote, Promote)
 _LATE: Final = "no answer by the deadline"
 _LAST_S: Final = 1.0  # for the watching thread to end, when all executors have
 
 
 class Ranks:
-    """Runs Probe, Load, Save, Promote and Cancel on all ranks of a group. Takes over the executors of its members.
+    """Runs jobs on all ranks of a group. Takes over the executors of its members.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
     """
@@ -105,8 +106,7 @@ class Ranks:
         self._live: dict[int, GroupJob] = {}  # jobs of which a member owes an answer, told or not
         self._off: set[str] = set()  # stores that a member said to be off
         self._watch = threading.Condition(self._ledger.lock)  # something for the thread that watches
-        self._alarms: list[tuple[float, int, GroupJob]] = []  # a heap: when to look at which job
-        self._numbers = count()
+        self._alarms = Alarms()
         self._closed = False
         self._thread = threading.Thread(target=self._keep_watch, name="headwater ranks", daemon=True)
         self._thread.start()
@@ -250,7 +250,7 @@ class Ranks:
             self._end(job, GroupResult((), Reason.FAILED, unfit))
             return
         self._live[order.job] = job
-        self._set_alarm(job, order.deadline_s + self._slack_s)
+        self._alarms.set(job, order.deadline_s + self._slack_s)
         refused: dict[int, str] = {}
         for at in job.members:
             try:
@@ -307,23 +307,14 @@ class Ranks:
     def _end(self, job: GroupJob, agreed: GroupResult) -> None:
         """Say how a job ended, and who is to blame if less came of it than was asked."""
         job.told = True
-        if agreed.failure is not None:
-            self._ledger.say(self._failed(job, agreed.failure, agreed.why))
-        else:
-            done = JobDone(
-                now_s=self._clock.monotonic(),
-                job=job.order.job,
-                results=agreed.results,
-                num_bytes=agreed.num_bytes,
-                seconds=agreed.seconds,
-            )
-            self._ledger.say(done)
+        self._ledger.say(agreed.end(job.order.job, self._clock.monotonic()))
         num_blocks = len(job.order.keys)
         self._roster.blame(agreed.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
         self._watch.notify()
 
-    def _failed(self, job: GroupJob, failure: Reason, why: str) -> JobFailed:
-        return JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why)
+    def _failed(self, job: GroupJob, failure: Reason, why: str, *, on_device: bool = False) -> JobFailed:
+        now_s = self._clock.monotonic()
+        return JobFailed(now_s=now_s, job=job.order.job, failure=failure, why=why, on_device=on_device)
 
     def _owes(self, rank: int) -> bool:
         return any(self._members[at].rank == rank for job in self._live.values() for at in job.waiting)
@@ -372,21 +363,19 @@ class Ranks:
     def _look_at_alarms(self) -> float | None:
         """See to what is overdue; seconds until the next alarm, if there is one."""
         now_s = self._clock.monotonic()
-        while self._alarms and self._alarms[0][0] <= now_s:
-            _, _, job = heapq.heappop(self._alarms)
-            if not job.waiting:
-                continue
+        while (job := self._alarms.take_due(now_s)) is not None:
             if not job.overdue:
                 self._overdue(job)
-                self._set_alarm(job, now_s + self._lost_after_s)
+                self._alarms.set(job, now_s + self._lost_after_s)
             else:
                 self._lose(job)
-        return Deadline(self._alarms[0][0], self._clock).remaining_s if self._alarms else None
+        next_s = self._alarms.next_s
+        return None if next_s is None else Deadline(next_s, self._clock).remaining_s
 
     def _overdue(self, job: GroupJob) -> None:
         """The deadline passed: who has not answered counts zero, and is told. What touches no slots ends now."""
         job.overdue = True
-        if isinstance(job.order, Probe | Promote) and not job.told:
+        if isinstance(job.order, Probe | StoreCopy) and not job.told:
             self._end(job, job.agreed(self._members, silent=_LATE))
         self._cancel(job)
 
@@ -400,15 +389,9 @@ class Ranks:
             killed.append(remote is not None and remote.kill())
         if all(killed) and not job.killed:
             job.killed = True
-            self._set_alarm(job, self._clock.monotonic() + self._lost_after_s)
+            self._alarms.set(job, self._clock.monotonic() + self._lost_after_s)
         else:
             self._say_stuck(job)
-
-    def _set_alarm(self, job: GroupJob, at_s: float) -> None:
-        if len(self._alarms) > 2 * len(self._live) + _STALE_ALARMS:
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].waiting]
-            heapq.heapify(self._alarms)
-        heapq.heappush(self._alarms, (at_s, next(self._numbers), job))
 
     def _require_other_thread(self) -> None:
         if threading.current_thread() is self._thread:

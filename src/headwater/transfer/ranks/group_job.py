@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.transfer.ranks.group_result import GroupResult, RankAnswer, agree, num_good
@@ -22,7 +22,7 @@ class GroupJob:
     def __init__(self, order: Job, members: Sequence[int], started_s: float) -> None:
         self.order = order
         self.kind = type(order).__name__.lower()
-        self.writes: frozenset[BlockKey] = frozenset(order.keys if isinstance(order, Save) else ())
+        self.writes: frozenset[BlockKey] = frozenset(order.keys if isinstance(order, Save | Demote) else ())
         self.members = tuple(members)
         self.started_s = started_s
         self.waiting = set(members)  # those that owe an answer

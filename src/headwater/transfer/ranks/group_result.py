@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
 
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Promote, Save
+from headwater.core.events import Demote, Job, JobDone, JobFailed, Load, Probe, Promote, Save
 from headwater.core.results import Reason, Status
 
 _GOOD: Final[dict[type[Job], tuple[Status, ...]]] = {
     Probe: (Status.HELD, Status.ABSENT),
     Load: (Status.HIT,),
     Save: (Status.STORED, Status.EXISTS),
+    Demote: (Status.STORED, Status.EXISTS),
     Promote: (Status.STORED, Status.EXISTS),
 }
 _TROUBLE: Final = (Status.LATE, Status.FAILED)  # says something of a rank, not only of a page; and goes on behind it
-_WORST_FIRST: Final = (Reason.FAILED, Reason.LATE, Reason.CANCELLED)
+_WORST_FIRST: Final = (Reason.FAILED, Reason.DOWN, Reason.LATE, Reason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,16 @@ class GroupResult:
     results: tuple[Status, ...]
     failure: Reason | None = None
     why: str = ""
+    on_device: bool = False  # wherever it failed, it was the device
     num_bytes: int = 0
     seconds: float = 0.0
     blamed: tuple[Blame, ...] = ()
+
+    def end(self, job: int, now_s: float) -> JobDone | JobFailed:
+        """The event that tells it."""
+        if self.failure is not None:
+            return JobFailed(now_s=now_s, job=job, failure=self.failure, why=self.why, on_device=self.on_device)
+        return JobDone(now_s=now_s, job=job, results=self.results, num_bytes=self.num_bytes, seconds=self.seconds)
 
 
 def num_good(order: Job, end: JobDone | JobFailed) -> int:
@@ -73,7 +81,10 @@ def agree(order: Job, answers: Sequence[RankAnswer]) -> GroupResult:
         named = [_blame(order, one) for one in answers if one in short or _failure(order, one.end) is not None]
         said = [one for one in named if one.reason in _TROUBLE] or [one for one in named if one.reason == failure]
         why = "; ".join(f"rank {one.rank}: {one.why}" for one in said)
-        return GroupResult((), failure, why, blamed=tuple(one for one in named if one.reason != Reason.CANCELLED))
+        failed = [one.end for one in answers if _failure(order, one.end) is not None]
+        on_device = all(isinstance(end, JobFailed) and end.on_device for end in failed)
+        blamed = tuple(one for one in named if one.reason != Reason.CANCELLED)
+        return GroupResult((), failure, why, on_device=on_device, blamed=blamed)
     done = [(answer, answer.end) for answer in answers if isinstance(answer.end, JobDone)]
     by_page: dict[object, int] = {}
     for answer, end in done:  # a page that several ranks read is one page

@@ -15,12 +15,12 @@ from headwater.layout.shard import Shard
 Page: TypeAlias = tuple[int, int, int]  # shard index, shard count, part: what a page's name says besides the block
 
 
-class MemberExecutor(Protocol):
-    """Who carries a member's jobs out: a `Worker`, or what looks like one from here."""
+class JobExecutor(Protocol):
+    """Who carries jobs out."""
 
     @property
     def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears what becomes of jobs."""
+        """Who hears what becomes of them."""
         ...
 
     @deliver.setter
@@ -31,8 +31,12 @@ class MemberExecutor(Protocol):
         ...
 
     def stand_back(self, *, hurry: bool) -> None:
-        """Do what nobody waits for a little later."""
+        """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
         ...
+
+
+class MemberExecutor(JobExecutor, Protocol):
+    """Who carries a member's jobs out: a `Worker`, or what looks like one from here."""
 
     def wait_layer(self, job: int, layer: int, timeout_s: float, /) -> bool:
         """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or over, or unknown."""

@@ -1,0 +1,60 @@
+"""How a store in a directory is opened, and which sort of pool an address is of."""
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from headwater.config.checks import require_seconds
+from headwater.core.errors import InvalidConfig
+
+MIN_LIMIT_BYTES: Final = 8 << 20
+
+
+class Durability(enum.StrEnum):
+    """What a stored page survives. See docs/STORES.md for what is synced when."""
+
+    PROCESS = "process"  # kill -9 and a clean reboot; a power cut costs what the kernel had not written
+    POWER = "power"  # a power cut as well: pages and index are synced before put() answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStoreConfig:
+    """How to open the store in one directory."""
+
+    directory: Path
+    limit_bytes: int | None = None  # all bytes of the directory, index included; None: the directory's own limit
+    durability: Durability = Durability.PROCESS
+    policy: str | None = None  # None: the directory's own, LRU for a new one
+    prefault: bool = False  # map all memory at open (tmpfs only)
+    open_timeout_s: float = 120.0  # for others who are just coming in; making a large store takes its time
+
+    def __post_init__(self) -> None:
+        """Take plain values where they are clear (`"power"`, a path as text), refuse what cannot work."""
+        try:
+            object.__setattr__(self, "directory", Path(self.directory).absolute())  # a process may change its own
+            object.__setattr__(self, "durability", Durability(self.durability))
+        except (TypeError, ValueError) as error:
+            raise InvalidConfig(f"{error}; durability is one of {', '.join(Durability)}") from error
+        if "\0" in str(self.directory):
+            raise InvalidConfig(f"{str(self.directory)!r} is no name of a directory")
+        limit: object = self.limit_bytes
+        if limit is not None and not (isinstance(limit, int) and MIN_LIMIT_BYTES <= limit < 1 << 62):
+            raise InvalidConfig(f"limit_bytes must be a whole number of at least {MIN_LIMIT_BYTES}, not {limit!r}")
+        require_seconds("open_timeout_s", self.open_timeout_s)
+
+
+def pool_kind(url: str) -> str:
+    """Which sort of pool an address is of: mooncake, redis or local. Raises InvalidConfig."""
+    kinds = {
+        "mooncake://": "mooncake",
+        "redis://": "redis",
+        "rediss://": "redis",
+        "unix://": "redis",
+        "local:": "local",
+    }
+    for start, kind in kinds.items():
+        if url.startswith(start) and len(url) > len(start):
+            return kind
+    shown = url.partition("//")[0]  # it may hold a password
+    raise InvalidConfig(f"a pool is at mooncake://HOST:PORT, redis://HOST:PORT or local:DIR, not {shown!r}")
