@@ -461,7 +461,7 @@ def test_bytes_are_read_from_the_device_once_for_host_disk_and_pool(
         assert slots is not None
         cache.commit("r", names[:20])
         cache.commit("r", names[20:])
-        assert cache.drain(PATIENCE_S)
+        wait_until(lambda: not cache.saving("r", "pool"))
         cache.release("r")
         assert cache.drain(PATIENCE_S)
         assert sorted(gathered) == sorted(slots), "the device was read more than once for a block"

@@ -171,7 +171,8 @@ class TieredCache(Shell):
         with self._lock:
             record = self.brain.requests.get(request)
             return record is not None and any(
-                job.kind is JobKind.SAVE and job.store == store and job.request is record for job in self.brain.jobs
+                job.kind in (JobKind.SAVE, JobKind.DEMOTE) and job.into == store and job.request is record
+                for job in self.brain.jobs
             )
 
     def release(self, request: str) -> ev.Finished | None:

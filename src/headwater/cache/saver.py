@@ -152,7 +152,7 @@ class Saver:
         return self._bring(self._jobs.tiers[job.into], pin, path, now_s, request=owner)
 
     def _repin(self, job: JobRecord) -> Hold | None:
-        """None, too, where the engine may have given the slots to others: only the request could say."""
+        """Where the engine evicts by itself, only the request could say whether its blocks are still there."""
         return None if job.pin is None or self._evicting is None else self._evicting.repin(job.pin)
 
     def _drop(self, job: JobRecord, results: Sequence[Status]) -> None:

@@ -216,7 +216,7 @@ class Save(Job):
     valid_tokens: int = dataclasses.field(default=0, metadata={"later": True})  # 0: full blocks
     expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
     awaited: bool = dataclasses.field(default=False, metadata={"later": True})  # somebody waits: before other saves
-    after: int = dataclasses.field(default=0, metadata={"later": True})  # a job that brings what the row builds on
+    after: int = dataclasses.field(default=0, metadata={"later": True})  # not before this job has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

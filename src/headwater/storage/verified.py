@@ -94,19 +94,19 @@ class VerifiedStore(Store):
 
         `judged` hears the results before bad pages are removed: a store may hang in that.
         """
-        return self._get_into(pages, deadline, judged, use=True)
+        return self._get_into(pages, deadline, use=True, judged=judged)
 
     def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """The same, and counts as no use. Never in place: nobody waits, and the store's own call leaves us the GIL."""
-        return self._get_into(pages, deadline, None, use=False)
+        return self._get_into(pages, deadline, use=False)
 
     def _get_into(
         self,
         pages: Sequence[tuple[PageName, memoryview]],
         deadline: Deadline,
-        judged: Callable[[Sequence[Status]], None] | None,
         *,
         use: bool,
+        judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
         self._require_open()
         if self.switched_off:

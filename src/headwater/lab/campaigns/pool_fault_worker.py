@@ -76,8 +76,7 @@ class _Staging:
         return _NUM_PAGES
 
     def in_place(self) -> None:
-        """None: everything goes through pages."""
-        return
+        return None
 
     def frame(self, page: int) -> memoryview:
         return self._frames[page]

@@ -114,5 +114,5 @@ class JobPages:
 
 
 def _account(job: JobState) -> Account:
-    order = job.order  # a promotion is a kind of write
+    order = job.order  # a copy is a kind of write
     return order.target if isinstance(order, StoreCopy) else order.store, isinstance(order, Load)

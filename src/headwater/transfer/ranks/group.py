@@ -312,9 +312,8 @@ class Ranks:
         self._roster.blame(agreed.blamed, job=job.kind, store=job.order.store, num_blocks=num_blocks)
         self._watch.notify()
 
-    def _failed(self, job: GroupJob, failure: Reason, why: str, *, on_device: bool = False) -> JobFailed:
-        now_s = self._clock.monotonic()
-        return JobFailed(now_s=now_s, job=job.order.job, failure=failure, why=why, on_device=on_device)
+    def _failed(self, job: GroupJob, failure: Reason, why: str) -> JobFailed:
+        return JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why)
 
     def _owes(self, rank: int) -> bool:
         return any(self._members[at].rank == rank for job in self._live.values() for at in job.waiting)
