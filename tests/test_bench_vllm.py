@@ -78,7 +78,7 @@ class Engine:
             self.local = []
         return dict(reset=True)
 
-worker.Engine = Engine
+worker.VllmEngine = Engine
 worker.main()
 """
 TIMES = {

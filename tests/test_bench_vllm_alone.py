@@ -78,7 +78,7 @@ class Engine:
                     ttft_s=dict(p50=0.5) if found else {{}}, token_s=token_s,
                     external_tokens=sum(one["external_tokens"] for one in found))
 
-worker.Engine = Engine
+worker.VllmEngine = Engine
 worker.main()
 """
 TIMES = {
