@@ -195,9 +195,9 @@ def test_two_processes_on_one_device_and_one_slab(shm: Path) -> None:
     size = frame_bytes(sample_layouts()["gqa-bf16"].plane_bytes)
     open_local(LocalStoreConfig(directory=directory, limit_bytes=40 * size + (8 << 20))).close()
     command = [sys.executable, "-c", CHILD, str(directory)]
-    tests = str(Path(__file__).parent)
+    kits = str(Path(__file__).parents[1] / "kits")
     children = [
-        subprocess.Popen([*command, str(me), tests], stdout=subprocess.PIPE, text=True)  # ourselves
+        subprocess.Popen([*command, str(me), kits], stdout=subprocess.PIPE, text=True)  # ourselves
         for me in range(2)
     ]
     said = [json.loads(child.communicate(timeout=300)[0]) for child in children]

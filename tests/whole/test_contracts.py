@@ -11,7 +11,7 @@ import pytest
 import headwater
 
 SOURCES = Path(headwater.__file__).parent
-PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["tool"]["importlinter"]
 CONTRACTS: list[dict[str, Any]] = SETTINGS["contracts"]
 # Where decisions are made.

@@ -22,7 +22,7 @@ from headwater.config.serve import ServeConfig
 from headwater.metrics import FAMILIES
 from headwater.router.settings import RouterConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "headwater"
 PAGE = (ROOT / "docs" / "FROM_FASTDEPLOY.md").read_text()
 APART = (ROOT / "docs" / "DISAGG.md").read_text()
@@ -172,8 +172,8 @@ def _command(said: str) -> bool:
 
 
 def _test(file: str, name: str) -> bool:
-    path = ROOT / "tests" / file
-    return path.exists() and f"def {name}(" in path.read_text()
+    found = [*(ROOT / "tests").glob(f"*/{file}")]
+    return len(found) == 1 and f"def {name}(" in found[0].read_text()
 
 
 def _metric(name: str, labels: str = "") -> bool:

@@ -21,7 +21,7 @@ from headwater.engine.make_model import make_model
 from headwater.engine.request import Request, Sampling
 from headwater.metrics import BUCKETS_S, FAMILIES, PREFIX, MetricKind, Metrics
 
-SOURCE = Path(__file__).resolve().parent.parent / "src" / "headwater"
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "headwater"
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from headwater.serve.body import Fields
 from headwater.serve.openai import Chat, Completions, usage_document
 from headwater.serve.phases import phases_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import headwater
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(headwater.__file__).parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CALLED: dict[str, str] = {"mooncake": "mooncake-transfer-engine-non-cuda"}  # where the module has another name

@@ -173,7 +173,7 @@ def test_one_ends_with_its_parent_though_a_fork_of_that_holds_its_socket(tmp_pat
     """As a pool of processes does, which was forked and not started anew."""
     code = f"""
 import os, sys, time
-sys.path[:0] = {[str(Path(__file__).parent)]!r}
+sys.path[:0] = {[str(Path(__file__).parents[1] / one) for one in ("", "kits", "integrations")]!r}
 from pathlib import Path
 from test_vllm_executor import begin
 starting = begin(Path({str(tmp_path)!r}))

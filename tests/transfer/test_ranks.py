@@ -974,7 +974,7 @@ def test_a_layer_is_there_when_the_last_rank_has_it_and_not_before() -> None:
 
 
 def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "RANKS.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "RANKS.md"
     (example,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     exec(compile(example, "RANKS.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == [
