@@ -128,7 +128,7 @@ def test_writers_stand_back_exactly_while_the_device_waits_for_the_host(monkeypa
         create_kv_cache(model.layout, 40, "cuda") as planes,
         open_cache(config, {}, None, layout=model.layout, identity=model.identity.digest) as cache,
     ):
-        monkeypatch.setattr(cache, "stand_back", lambda *, hurry: heard.append(hurry))
+        monkeypatch.setattr(cache, "throttle_saves", lambda *, on: heard.append(on))
         with Engine(model, planes, Connector(cache, model.identity), EngineConfig(step_tokens=64)) as engine:
             sampling = Sampling(max_tokens=2, ignore_eos=True)
 

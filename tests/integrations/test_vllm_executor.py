@@ -309,7 +309,7 @@ class SilentExecutor:
     def submit(self, instructions: Iterable[Instruction]) -> None:
         self.heard += instructions
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         pass
 
     def say(self, event: Event) -> None:

@@ -643,8 +643,8 @@ class _Executor:
     def submit(self, instructions: Any) -> None:
         self.given += instructions
 
-    def stand_back(self, *, hurry: bool) -> None:
-        self.hurries.append(hurry)
+    def throttle_saves(self, *, on: bool) -> None:
+        self.hurries.append(on)
 
     def say(self, event: Event) -> None:
         self.deliver(event)

@@ -176,8 +176,8 @@ class ScriptedExecutor:
             raise self.refuses
         self.asked += instructions
 
-    def stand_back(self, *, hurry: bool) -> None:
-        self.hurried = hurry
+    def throttle_saves(self, *, on: bool) -> None:
+        self.hurried = on
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         return False

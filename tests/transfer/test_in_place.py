@@ -43,7 +43,7 @@ from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_
 from headwater.transfer.device.copy_engine import CopyEngine
 from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Wire
-from headwater.transfer.executor import courtesy
+from headwater.transfer.executor import save_throttle
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker
 from worker_kit import PATIENCE_S, TENANT, Ear, Gate, key, keys, wait_until
@@ -788,12 +788,12 @@ def test_the_next_slice_is_copied_while_one_is_published(shm: Path) -> None:
 
 
 def test_slices_stand_back_while_the_engine_is_in_a_hurry(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    monkeypatch.setattr(save_throttle, "MOST_S", PATIENCE_S)
     with rig(shm) as here:
         here.store.gates["publish"].shut()
         job = here.save(range(6))
         here.store.gates["publish"].wait_for_arrival()  # of the first slice; the second was copied
-        here.worker.stand_back(hurry=True)
+        here.worker.throttle_saves(on=True)
         wait_until(lambda: len(here.staging.out.finished) == 4 * NUM_PLANES)
         here.store.open()
         names = [page_name(key(1, i)) for i in range(2)]
@@ -801,7 +801,7 @@ def test_slices_stand_back_while_the_engine_is_in_a_hurry(shm: Path, monkeypatch
         here.loaded(range(10, 12), range(2))
         assert len(here.staging.out.finished) == 4 * NUM_PLANES
         assert not here.ear.ends(job)
-        here.worker.stand_back(hurry=False)
+        here.worker.throttle_saves(on=False)
         assert here.ear.results(job) == ["stored"] * 6
 
 

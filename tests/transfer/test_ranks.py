@@ -563,9 +563,9 @@ def test_a_rank_that_was_dead_before_the_group_was_made() -> None:
 
 def test_all_ranks_stand_back_and_nobody_knows_at_a_glance() -> None:
     group, executors = scripted()
-    group.ranks.stand_back(hurry=True)
+    group.ranks.throttle_saves(on=True)
     assert [one.hurried for one in executors] == [True, True]
-    group.ranks.stand_back(hurry=False)
+    group.ranks.throttle_saves(on=False)
     assert [one.hurried for one in executors] == [False, False]
     assert group.ranks.contains_cached(Probe(job=99, store="host", keys=(), deadline_s=0.0)) is None
     group.finish()

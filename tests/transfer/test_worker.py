@@ -27,7 +27,7 @@ from headwater.testing.pages import IDENTITY
 from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
-from headwater.transfer.executor import courtesy
+from headwater.transfer.executor import save_throttle
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker
 from worker_kit import (
@@ -338,38 +338,38 @@ def test_saves_leave_a_thread_to_loads(make: Callable[..., Rig]) -> None:
 def test_saves_stand_back_while_the_engine_is_in_a_hurry(
     make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    monkeypatch.setattr(save_throttle, "MOST_S", PATIENCE_S)
     rig = make(slice_pages=2)
     rig.saved(range(2))
     odd(rig).asked.clear()
-    rig.worker.stand_back(hurry=True)
+    rig.worker.throttle_saves(on=True)
     save = rig.save(range(6), chain=2)
     rig.loaded(range(100, 102), range(2))  # a load does not stand back
     assert odd(rig).calls() == ["get_into"]
     assert not rig.ear.ends(save)
-    rig.worker.stand_back(hurry=False)
+    rig.worker.throttle_saves(on=False)
     assert rig.ear.results(save) == ["stored"] * 6
 
 
 def test_a_save_stands_back_between_its_slices(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courtesy, "MOST_S", PATIENCE_S)
+    monkeypatch.setattr(save_throttle, "MOST_S", PATIENCE_S)
     rig = make(slice_pages=2)
     odd(rig).gates["put"].shut()
     save = rig.save(range(6))
     odd(rig).gates["put"].wait_for_arrival()
-    rig.worker.stand_back(hurry=True)
+    rig.worker.throttle_saves(on=True)
     odd(rig).open()
     names = [page_name(key(1, i)) for i in range(2)]
     wait_until(lambda: all(odd(rig).store.contains(names, deadline=soon())))
     rig.loaded(range(100, 102), range(2))
     assert odd(rig).calls().count("put") == 1
-    rig.worker.stand_back(hurry=False)
+    rig.worker.throttle_saves(on=False)
     assert rig.ear.results(save) == ["stored"] * 6
 
 
 def test_nobody_stands_back_for_ever(make: Callable[..., Rig]) -> None:
     rig = make(slice_pages=4)
-    rig.worker.stand_back(hurry=True)
+    rig.worker.throttle_saves(on=True)
     assert rig.ear.results(rig.save(range(8))) == ["stored"] * 8
 
 

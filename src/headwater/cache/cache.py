@@ -192,9 +192,9 @@ class TieredCache(Shell):
             self._handle(paced)
             self._pace = paced
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
-        self._executor.stand_back(hurry=hurry)
+        self._executor.throttle_saves(on=on)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class Executor(Protocol):
         """The answer to a Probe, if memory has it; None: the store has to be asked. Does not block."""
         ...
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Do what nobody waits for a little later, while the engine is in a hurry. Does not block."""
         ...
 
@@ -54,7 +54,7 @@ class NoExecutor:
         """Nobody knows."""
         return None
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Nobody is in the way."""
 
     def drain(self, timeout_s: float) -> bool:

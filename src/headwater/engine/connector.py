@@ -179,9 +179,9 @@ class Connector:
         request.num_committed = request.num_computed = 0
         return bill
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """The engine is in a hurry, or not any more: what the cache writes can be written a little later."""
-        self.cache.stand_back(hurry=hurry)
+        self.cache.throttle_saves(on=on)
 
     def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
         """A step computed so many tokens; `token_contexts`: the sum over them of tokens before each.

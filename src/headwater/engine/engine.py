@@ -253,7 +253,7 @@ class Engine(Closing):
         """Have the cache's writers stand back while a device stands still and waits for us. A CPU does not wait."""
         if self._in_hurry != on and self.planes.device.type == "cuda":
             self._in_hurry = on
-            self.connector.stand_back(hurry=on)
+            self.connector.throttle_saves(on=on)
 
     def _finish_all(self) -> None:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:

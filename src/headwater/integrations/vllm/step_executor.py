@@ -138,7 +138,7 @@ class StepExecutor:
         seen = self._prober.contains_cached(probe)
         return None if seen is None else self._believed(probe, seen)
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Nothing is done here that could be in the way."""
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:

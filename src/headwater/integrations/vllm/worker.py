@@ -83,11 +83,11 @@ class WorkerSide:
     def begin(self, orders: Orders) -> None:
         """A step begins, and with it blocks may get other owners. Blocks a moment if they are still being read."""
         self._orders = orders.on_clock(self._clock.monotonic())
-        self._executor.stand_back(hurry=not orders.idle)  # the step is launched now, and the device waits for it
+        self._executor.throttle_saves(on=not orders.idle)  # the step is launched now, and the device waits for it
         vacated = set(orders.vacated)
         if not vacated:
             return
-        self._executor.stand_back(hurry=False)
+        self._executor.throttle_saves(on=False)
         with self._changed:
             self._changed.wait_for(lambda: self._reading.isdisjoint(vacated), _FLUSH_S)
             late = self._reading & vacated
@@ -142,7 +142,7 @@ class WorkerSide:
 
         Does not block.
         """
-        self._executor.stand_back(hurry=False)
+        self._executor.throttle_saves(on=False)
         saves = [one for one in self._orders.jobs if isinstance(one, Save | Demote)]
         self._submit(saves)
         with self._changed:

@@ -25,10 +25,10 @@ from headwater.storage.base import Clock, Store
 from headwater.testing.clock import FakeClock
 from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
-from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.jobs import JobRunner
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble
 
@@ -96,7 +96,7 @@ class VirtualExecutor:
             overlaps=False,
             grace_s=0.25,
             clock=clock,
-            courtesy=Courtesy(),
+            throttle=SaveThrottle(),
             metrics=metrics,
         )
 
@@ -117,7 +117,7 @@ class VirtualExecutor:
         """Everything takes its turn here."""
         return None
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Nothing happens beside the engine here."""
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
@@ -231,7 +231,7 @@ class EngineExecutor(Protocol):
         """An answer from memory."""
         ...
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Do what nobody waits for a little later."""
         ...
 

@@ -26,8 +26,8 @@ from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, PUT_HELD, Status
 from headwater.layout.headers import write_headers
 from headwater.storage.base import Addressable, Clock, Reservation
 from headwater.storage.verified import Loan
-from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import InPlace, Staging
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import StoreTrouble, call, is_trouble, require
@@ -74,7 +74,7 @@ class InPlaceJobs:
         naming: Naming,
         slice_pages: int,
         clock: Clock,
-        courtesy: Courtesy,
+        throttle: SaveThrottle,
         moved: Callable[[str, str, int], int],
     ) -> None:
         """`moved` counts pages that went to or came from a tier, and says how many bytes that is."""
@@ -84,7 +84,7 @@ class InPlaceJobs:
         self._naming = naming
         self._slice_pages = slice_pages
         self._clock = clock
-        self._courtesy = courtesy
+        self._throttle = throttle
         self._moved = moved
 
     def reaches(self, name: str) -> bool:
@@ -193,7 +193,7 @@ class InPlaceJobs:
             is_sound = goes_on = True
             for at in range(0, len(todo), self._slice_pages):
                 if not order.awaited:
-                    self._courtesy.wait()
+                    self._throttle.wait()
                 goes_on = self._begin_slice(job, order, todo[at : at + self._slice_pages], results, reserved, begun)
                 if len(begun) > 1:
                     is_sound = self._publish(job, order, begun.pop(0), results)
@@ -206,7 +206,7 @@ class InPlaceJobs:
                 self._ledger.flush()
             while is_sound and begun:
                 if not order.awaited:
-                    self._courtesy.wait()
+                    self._throttle.wait()
                 is_sound = self._publish(job, order, begun[0], results)
                 begun.pop(0)
         except StoreTrouble:

@@ -26,11 +26,11 @@ from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed, seal_pages
-from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.pieces import JobPages, RowPiece
+from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
@@ -74,7 +74,7 @@ class JobRunner:
         overlaps: bool,
         grace_s: float,
         clock: Clock,
-        courtesy: Courtesy,
+        throttle: SaveThrottle,
         metrics: Metrics,
     ) -> None:
         self._tiers = tiers
@@ -86,7 +86,7 @@ class JobRunner:
         self._overlaps = overlaps
         self._grace_s = grace_s
         self._clock = clock
-        self._courtesy = courtesy
+        self._throttle = throttle
         self._metrics = metrics
         self._in_place = InPlaceJobs(
             tiers,
@@ -95,7 +95,7 @@ class JobRunner:
             naming=naming,
             slice_pages=in_place_pages,
             clock=clock,
-            courtesy=courtesy,
+            throttle=throttle,
             moved=self._moved,
         )
 
@@ -196,7 +196,7 @@ class JobRunner:
 
     def _save(self, job: JobState, order: Save) -> list[Status]:
         if not order.awaited:
-            self._courtesy.wait()
+            self._throttle.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
         names = self._naming.names(order.keys)
         there = [False] * len(names) if order.valid_tokens else self._tiers[order.store].contains(names, job.deadline)
@@ -246,7 +246,7 @@ class JobRunner:
         if start >= len(todo):
             return None
         if not order.awaited:
-            self._courtesy.wait()
+            self._throttle.wait()
         pages = self._pages.take(job, len(todo) - start, wait=wait)
         if not pages:
             return None
@@ -283,7 +283,7 @@ class JobRunner:
         done = 0
         while done < len(todo):
             if demoting:
-                self._courtesy.wait()
+                self._throttle.wait()
             with self._pages.slice_of(job, len(todo) - done) as pages:
                 if not pages:
                     break

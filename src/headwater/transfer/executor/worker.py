@@ -47,10 +47,10 @@ from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.transfer.executor.courtesy import Courtesy
 from headwater.transfer.executor.jobs import JobRunner, check_job
 from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, queue_of
 from headwater.transfer.executor.tier import Naming, TierStore
@@ -118,7 +118,7 @@ class Worker:
         self._ledger.on_news = self._watch.notify
         self._ledger.on_end = self._release
         self._layout = layout
-        self._courtesy = Courtesy()
+        self._throttle = SaveThrottle()
         self._pool = PagePool(staging.num_pages, stores.keys(), self._ledger.changed)
         if len(staging.frame(0)) != naming.frame_bytes:
             raise InvalidInput(f"a frame has {naming.frame_bytes} bytes, a page of staging {len(staging.frame(0))}")
@@ -136,7 +136,7 @@ class Worker:
             overlaps=overlaps,
             grace_s=grace_s,
             clock=clock,
-            courtesy=self._courtesy,
+            throttle=self._throttle,
             metrics=self._metrics,
         )
         self._tiers = tiers
@@ -223,9 +223,9 @@ class Worker:
             return None
         return self._runner.contains_cached(probe)
 
-    def stand_back(self, *, hurry: bool) -> None:
-        """Have saves stand back for a moment, or go on: see `courtesy.py`. Does not block."""
-        self._courtesy.ask(hurry=hurry)
+    def throttle_saves(self, *, on: bool) -> None:
+        """Have saves stand back for a moment, or go on: see `save_throttle.py`. Does not block."""
+        self._throttle.set(on=on)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has ended and every event was delivered. Blocks. False if that took too long."""

@@ -173,10 +173,10 @@ class Ranks:
         """Nobody knows from memory what all ranks have: they are asked."""
         return None
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Have the saves of ranks in this process stand back for a moment, or go on. Does not block."""
         for member in self._members:
-            member.executor.stand_back(hurry=hurry)
+            member.executor.throttle_saves(on=on)
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """Wait until all ranks have all planes up to a layer's of all blocks of a Load. Blocks.

@@ -226,7 +226,7 @@ class LinkExecutor:
         """Send instructions. Does not block."""
         self._link.submit(self._at, instructions)
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Its process has an interpreter of its own: nobody is in the way."""
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:

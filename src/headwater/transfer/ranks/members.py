@@ -30,7 +30,7 @@ class JobExecutor(Protocol):
         """Begin jobs, or cancel them. Does not block; raises with nothing taken."""
         ...
 
-    def stand_back(self, *, hurry: bool) -> None:
+    def throttle_saves(self, *, on: bool) -> None:
         """Have saves leave the interpreter to the engine while it is in a hurry. Does not block."""
         ...
 
