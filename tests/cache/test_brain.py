@@ -12,6 +12,7 @@ from brain_kit import ask, fill_store, finish, jobs, live, run, statuses, the, t
 from headwater.cache.match import BlockStatus, Match, MatchPart
 from headwater.cache.state import Brain
 from headwater.config.cache import SaveWhen
+from headwater.core import encoding
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidInput
@@ -684,7 +685,7 @@ def test_an_incident_is_a_file_of_events() -> None:
     again = Brain(here.config)
     out = []
     for line in record.splitlines():
-        event = ev.decode(json.loads(line))
+        event = encoding.decode(json.loads(line))
         assert isinstance(event, ev.Event)
         out += again.handle(event)
     assert again.digest() == here.brain.digest()

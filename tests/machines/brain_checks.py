@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headwater.cache.match import DEVICE, BlockStatus
 from headwater.cache.records import JobKind
 from headwater.cache.state import Brain
+from headwater.core import encoding
 from headwater.core import events as ev
 from headwater.core.breaker import BreakerState
 from headwater.core.keys import BlockKey
@@ -220,7 +221,7 @@ def check_closed(world: "World") -> None:
     assert all(not tier.queued_load_bytes and not tier.queued_save_bytes for tier in brain.tiers.values())
     again = Brain(world.config)
     for text in world.recorded:
-        event = ev.decode(json.loads(text))
+        event = encoding.decode(json.loads(text))
         assert isinstance(event, ev.Event)
         again.handle(event)
     assert again.digest() == brain.digest(), "the record does not lead to the same state"

@@ -19,6 +19,7 @@ from typing import Final
 
 from headwater.cache.state import Brain
 from headwater.config.cache import CacheConfig, SaveWhen
+from headwater.core import encoding
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
@@ -349,9 +350,9 @@ class World:
     def tell(self, event: ev.Event, guest: WorldRequest | None = None, *, asked: int = 0) -> list[ev.Instruction]:
         """Let something happen, and check every instruction that follows."""
         self._news = True
-        text = json.dumps(ev.encode(event))
+        text = json.dumps(encoding.encode(event))
         self.recorded.append(text)
-        copy = ev.decode(json.loads(text))
+        copy = encoding.decode(json.loads(text))
         assert copy == event, "an event that does not survive JSON"
         known = self.known
         self.num_jobs_before, self.marks_before = self.num_jobs, brain_checks.index_marks(self)
@@ -365,7 +366,9 @@ class World:
                 guest.probe_start = probe_start
                 guest.said.clear()
         for one in out:
-            assert ev.decode(json.loads(json.dumps(ev.encode(one)))) == one, "an instruction that does not survive"
+            assert encoding.decode(json.loads(json.dumps(encoding.encode(one)))) == one, (
+                "an instruction that does not survive"
+            )
             self._check_instruction(one, event, guest, asked, known)
         return out
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headwater.cache.state import Brain
 from headwater.config.cache import SaveWhen, TierConfig
-from headwater.core.events import Event, StoreOff, StoreOn, decode, encode
+from headwater.core.encoding import decode, encode
+from headwater.core.events import Event, StoreOff, StoreOn
 from headwater.lab.campaigns.virtual import LAYOUT, EventList, SimulatedEngine, VirtualExecutor
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline

@@ -9,8 +9,9 @@ import pytest
 from headwater.build import open_local
 from headwater.cache.match import BlockStatus
 from headwater.config.stores import LocalStoreConfig
+from headwater.core.encoding import encode
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import JobDone, Probe, encode
+from headwater.core.events import JobDone, Probe
 from headwater.core.page import PageName
 from headwater.core.results import Reason
 from headwater.lab.campaigns.virtual import EventList

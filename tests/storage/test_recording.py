@@ -24,6 +24,7 @@ from headwater.cache.state import Brain
 from headwater.cli import app
 from headwater.config.cache import CacheConfig, SaveWhen, TierConfig
 from headwater.config.serve import MIN_RECORD_BYTES, ServeConfig
+from headwater.core import encoding
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
@@ -308,7 +309,7 @@ def test_every_event_survives_its_line(heard: list[ev.Event], steps: list[int]) 
     out, back = recording._RecordingLines(), recording._Reader()
     for event in heard:
         for raw, wanted in (
-            ((event, (), ""), Heard(event, ev.fingerprint(()))),
+            ((event, (), ""), Heard(event, encoding.fingerprint(()))),
             ((event, None, ""), Heard(event, refused=True)),
             ((event, None, "why"), Heard(event, failed="why")),
         ):
@@ -366,10 +367,10 @@ def test_fingerprints_tell_values_apart() -> None:
         ev.Load(job=1, store="host", keys=probe.keys, deadline_s=1.0, slots=(1, 2)),
         ev.Cancel(job=1),
     ]
-    found = {ev.fingerprint([one]) for one in (probe, *others)}
+    found = {encoding.fingerprint([one]) for one in (probe, *others)}
     assert len(found) == 6
-    assert ev.fingerprint([probe]) == ev.fingerprint(iter([probe]))
-    assert ev.fingerprint([probe, others[0]]) != ev.fingerprint([others[0], probe])
+    assert encoding.fingerprint([probe]) == encoding.fingerprint(iter([probe]))
+    assert encoding.fingerprint([probe, others[0]]) != encoding.fingerprint([others[0], probe])
 
 
 # --- servers and connectors -------------------------------------------------------------------------------------------

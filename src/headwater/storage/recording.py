@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from headwater.config.cache import CacheConfig, TierConfig
 from headwater.config.serve import MIN_RECORD_BYTES
+from headwater.core import encoding
 from headwater.core import events as ev
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.keys import BlockKey
@@ -241,7 +242,7 @@ class _RecordingLines:
         event, said, why = item
         document: dict[str, Any] = {"event": self._event(event)}
         if said is not None:
-            document["said"] = ev.fingerprint(said)
+            document["said"] = encoding.fingerprint(said)
         elif why:
             document["failed"] = why
         else:
@@ -250,11 +251,11 @@ class _RecordingLines:
 
     def _event(self, event: ev.Event) -> dict[str, Any]:
         if isinstance(event, ev.Arrived | ev.Filled):
-            return {**ev.encode(dataclasses.replace(event, keys=())), "keys": self._keys(event.keys)}
+            return {**encoding.encode(dataclasses.replace(event, keys=())), "keys": self._keys(event.keys)}
         if isinstance(event, ev.JobDone):
             runs = [[result, sum(1 for _ in same)] for result, same in groupby(event.results)]
-            return {**ev.encode(dataclasses.replace(event, results=())), "results": runs}
-        return ev.encode(event)
+            return {**encoding.encode(dataclasses.replace(event, results=())), "results": runs}
+        return encoding.encode(event)
 
     def _keys(self, keys: tuple[BlockKey, ...]) -> dict[str, Any]:
         """A list of keys: those of an earlier one, and more."""
@@ -303,7 +304,7 @@ class _Reader:
         elif document["is"] == ev.JobDone.__name__:
             more["results"] = tuple(Status(result) for result, num in document.pop("results") for _ in range(num))
             document["results"] = []
-        event = ev.decode(document)
+        event = encoding.decode(document)
         if not isinstance(event, ev.Event):
             raise ValueError("an instruction, and no event")
         return dataclasses.replace(event, **more)

@@ -12,8 +12,8 @@ from typing import Any, Final
 from headwater.cache.lent import LentBrain
 from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
+from headwater.core.encoding import fingerprint
 from headwater.core.errors import InvalidInput
-from headwater.core.events import fingerprint
 from headwater.storage.recording import Began, Heard, RecordingCut, RecordingEnded, read
 
 Tell = Callable[[str, int, int], None]  # stage, done, total

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final, Self
 
+from headwater.core.encoding import decode, encode
 from headwater.core.errors import InvalidInput, RankUnavailable, ResourceClosed
-from headwater.core.events import Event, Instruction, decode, encode
+from headwater.core.events import Event, Instruction
 from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.transfer.ranks.members import Page
 from headwater.transfer.ranks.wire import Incoming, packed

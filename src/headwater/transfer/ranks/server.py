@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from headwater.core.encoding import decode, encode
 from headwater.core.errors import HeadwaterError, InvalidInput
-from headwater.core.events import Event, Instruction, Job, JobFailed, decode, encode
+from headwater.core.events import Event, Instruction, Job, JobFailed
 from headwater.core.results import Reason
 from headwater.storage.base import SYSTEM_CLOCK, Deadline
 from headwater.transfer.ranks.members import Member
