@@ -138,9 +138,11 @@ def open_pool(url: str, *, metrics: Metrics | None = None, progress: Progress | 
         from headwater.storage.redis.store import RedisStore  # sockets and TLS, for who has a server
 
         return RedisStore(url)
-    from headwater.storage.mooncake.store import MooncakeStore  # an extra
+    if kind == "mooncake":
+        from headwater.storage.mooncake.store import MooncakeStore  # an extra
 
-    return MooncakeStore(url)
+        return MooncakeStore(url)
+    raise InvalidConfig(f"nobody opens pools of the kind {kind!r}: {url}")
 
 
 def open_host_pages(page: "int | KVLayout", num_pages: int, *, metrics: Metrics | None = None) -> "HostCache | None":

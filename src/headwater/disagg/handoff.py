@@ -4,10 +4,10 @@
     decode    begin_fetch(ticket, slots, ...)         -> Fetched        only when every block is in its slot, or Missing
 
 Neither blocks: what came of it is told, by the deadline, to who began it. `Sender` and `Receiver` are the seam: another
-way from device to device has these two faces and the same ticket. Here it is the pool: Saves, Loads and Looks of an
+way from device to device has these two faces and the same ticket. Here it is the pool: Saves, Loads and Probes of an
 executor (`exports.py`, `imports.py`, `runner.py`), which may be the cache's own, and that of a group of ranks.
 
-Not here: requests, engines, HTTP, who goes where (`router.py`), what is done about what is missing.
+Not here: requests, engines, HTTP, who goes where (`router/router.py`), what is done about what is missing.
 
 Invariants:
 - No ticket without all blocks seen in the pool, the tail included (rule 7).

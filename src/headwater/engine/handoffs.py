@@ -2,7 +2,7 @@
 
 `begin_send` and `begin_fetch` return at once; bytes are moved by jobs of the cache's executor; `take` gives what has
 ended since, in the engine's thread, which is woken for it. Not here: which requests, what follows from an outcome
-(`engine.py`), how bytes move (`disagg/handoff.py`).
+(`handover.py`), how bytes move (`disagg/handoff.py`).
 
 Invariants: whatever happens, a request that began comes out of `take`, once; until then its slots are in use. No thread
 of its own, and nothing blocks but `close`.

@@ -1,8 +1,8 @@
 """Who builds on whom, and which leaf leaves first: the order in which a prefix cache may forget.
 
-Pure counting over hashable keys, for stores and device slots alike. A block that others build on is never a victim;
-when the last of them goes, it becomes a leaf and takes its place in the order at once, so a cold sequence goes from its
-end.
+Pure counting over hashable keys, for stores (the device has `index/free_leaves.py`). A block that others build on is
+never a victim; when the last of them goes, it becomes a leaf and takes its place in the order at once, so a cold
+sequence goes from its end.
 Blocks of different `group`s (page sizes, say) never make room for each other and are ordered apart.
 
 A parent need not be known: its children are remembered, and it has them when it comes. Every operation costs O(log n)
