@@ -316,7 +316,7 @@ def make_late(worker: Worker) -> None:
             if isinstance(job.order, Load):
                 job.order = replace(job.order, deadline_s=now_s)
                 job.deadline = Deadline(now_s)
-                worker._set_alarm(job, now_s)
+                worker._watchdog.set_alarm(job, now_s)
 
 
 def rigs() -> Iterator[Callable[..., Rig]]:

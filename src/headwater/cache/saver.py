@@ -12,6 +12,7 @@ next commit on the same path tries again.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from headwater.cache.accounts import Accounts
@@ -147,8 +148,12 @@ class Saver:
         if pin is None:
             return _LOST
         path = owner.keys if owner is not None else self._index.keys(pin)
-        for one in self._jobs.writing(source.name, path, start, job.end):  # it is on its way there again
-            self._index.mark(pin, max(start, one.start), min(one.end, job.end), bit=source.bit, on=True)
+        for one in self._jobs.writing(source.name, path, start, job.end):
+            if one.kind is not JobKind.PROMOTE:  # it is on its way there again, and what becomes of it will be heard
+                at = max(start, one.start)
+                pairs = zip(one.keys[at - one.start :], path[at : job.end], strict=False)
+                num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # then paths part
+                self._index.mark(pin, at, at + num_shared, bit=source.bit, on=True)
         return self._bring(self._jobs.tiers[job.into], pin, path, now_s, request=owner)
 
     def _repin(self, job: JobRecord) -> Hold | None:

@@ -22,12 +22,14 @@ from typing import Any, Final
 
 from headwater.cache import snapshot
 from headwater.cache.accounts import Accounts
+from headwater.cache.bill import bill
 from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
 from headwater.cache.match import DEVICE, BlockStatus, Match, MatchPart
 from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.cache.reports import Reports
 from headwater.cache.saver import Saver
 from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
@@ -36,7 +38,7 @@ from headwater.core.events import Event, Instruction
 from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
-from headwater.core.results import STORE_TROUBLE, Reason, Status
+from headwater.core.results import Reason, Status
 from headwater.index.base import Hold, PathIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
@@ -44,8 +46,6 @@ from headwater.policy import policy_by_name
 
 _GHOSTS_PER_SLOT: Final = 4
 _LOW_SHARE: Final = 8  # with less than one in so many slots free, blocks that leave next are saved
-
-_STATUSES: Final = {Reason.LATE: Status.LATE, Reason.CANCELLED: Status.CANCELLED}  # of blocks whose job failed
 
 
 class Brain:
@@ -69,6 +69,7 @@ class Brain:
         self.jobs = Jobs(self.tiers, config.block_bytes, self._out, first=first_job)
         self.saver = Saver(self.index, self.jobs, self.accounts)
         self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
+        reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
@@ -77,12 +78,12 @@ class Brain:
             ev.Left: self._left,
             ev.Paced: self._paced,
             ev.Vacated: self._vacated,
-            ev.Copied: self._copied,
-            ev.Stuck: self._stuck,
-            ev.JobDone: self._job_done,
-            ev.JobFailed: self._job_failed,
-            ev.StoreOff: self._store_off,
-            ev.StoreOn: self._store_on,
+            ev.Copied: reports.copied,
+            ev.Stuck: reports.stuck,
+            ev.JobDone: reports.job_done,
+            ev.JobFailed: reports.job_failed,
+            ev.StoreOff: reports.store_off,
+            ev.StoreOn: reports.store_on,
         }
 
     def _device(self, config: CacheConfig) -> tuple[PathIndex, DeviceSlots]:
@@ -305,7 +306,9 @@ class Brain:
         self.slots.give_back(self.slots.still_own(request.own))
         self._forget_pending(event.request, request.keys)
         self.index.release(request.hold, now_s=event.now_s)
-        self._account(request, event.now_s)
+        finished = bill(request, self.accounts, self.cost, self.config.block_tokens)
+        if finished is not None:
+            self._out.append(finished)
         self._clean(event.now_s)  # what it held may be among the next to leave the device
 
     def _forget_pending(self, name: str, keys: Iterable[BlockKey]) -> None:
@@ -314,76 +317,7 @@ class Brain:
             if pending.get(key) == name:
                 del pending[key]
 
-    def _account(self, request: RequestRecord, now_s: float) -> None:
-        """The bill of a request: where its prompt came from, and what that was worth."""
-        size = self.config.block_tokens
-        served = request.ready_s is not None
-        outcome = "resumed" if request.resumed else "served"
-        self.accounts.add("requests_total", 1, outcome=outcome if served else "left_early")
-        if not served or request.ready_s is None:
-            return
-        blocks = {DEVICE: min(request.base, request.num_prompt), **request.num_loaded}
-        hits = tuple((tier, num * size) for tier, num in blocks.items() if num)
-        misses = tuple((reason.value, num * size) for reason, num in request.misses.items())
-        answered_s = request.asked_s if request.answered_s is None else request.answered_s
-        waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s
-        saved_s = self.cost.row_s(0, sum(blocks.values())) - waited_s
-        if not request.resumed:
-            for tier, tokens in hits:
-                self.accounts.add("hit_tokens_total", tokens, tier=tier)
-            for reason, tokens in misses:
-                self.accounts.add("miss_tokens_total", tokens, reason=reason)
-            self.accounts.add("waited_seconds_total", waited_s)
-            self.accounts.add("saved_seconds_total", max(saved_s, 0.0))
-            self.accounts.add("lost_seconds_total", max(-saved_s, 0.0))
-        self._out.append(
-            ev.Finished(
-                request=request.request,
-                num_tokens=(request.num_prompt + request.num_unnamed) * size,
-                hit_tokens=hits,
-                miss_tokens=misses,
-                loaded_bytes=request.loaded_bytes,
-                waited_s=waited_s,
-                saved_s=saved_s,
-            )
-        )
-
-    # --- what the executor reports ------------------------------------------------------------------------------------
-
-    def _copied(self, event: ev.Copied) -> None:
-        job = self.jobs.get(event.job)
-        if job is not None:
-            self.saver.copied(job)
-
-    def _stuck(self, event: ev.Stuck) -> None:
-        """Who waits for a load begins anew, with other slots; these are the job's until it has ended."""
-        job = self.jobs.get(event.job)
-        if job is not None and job.kind is JobKind.LOAD and not job.stuck:
-            job.stuck = True
-            self.jobs.judge(job, None, Reason.LATE, event.now_s)
-
-    def _job_done(self, event: ev.JobDone) -> None:
-        job = self.jobs.end(event.job)
-        if job is None:
-            return
-        tier = self.tiers[job.store]
-        if len(event.results) != job.end - job.start:
-            self._end(job, (Status.FAILED,) * (job.end - job.start), Reason.FAILED, event.now_s)
-            return
-        whole = STORE_TROUBLE.isdisjoint(event.results)  # one that was cut short tells nothing of speed
-        if job.kind is JobKind.LOAD and whole:
-            lag_s = event.now_s - job.begun_s - event.seconds if job.alone else None
-            tier.loaded(event.num_bytes, event.seconds, lag_s, event.now_s)
-        elif job.kind in (JobKind.SAVE, JobKind.DEMOTE) and whole:
-            self.tiers[job.into].saving.measured(event.num_bytes, event.seconds, event.now_s)
-        self._end(job, event.results, None, event.now_s)
-
-    def _job_failed(self, event: ev.JobFailed) -> None:
-        job = self.jobs.end(event.job)
-        if job is not None:
-            self._end(
-                job, (_STATUSES.get(event.failure, Status.FAILED),) * (job.end - job.start), event.failure, event.now_s
-            )
+    # --- a job has ended ----------------------------------------------------------------------------------------------
 
     def _end(self, job: JobRecord, results: tuple[Status, ...], failure: Reason | None, now_s: float) -> None:
         if not job.stuck:  # that was held against the store already
@@ -426,19 +360,6 @@ class Brain:
             raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
         self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
 
-    def _store_off(self, event: ev.StoreOff) -> None:
-        tier = self._tier(event.store)
-        self.saver.forget(tier)  # it may come back empty
-        self.moves.lost(tier.name)
-        for breaker in tier.breakers.values():
-            breaker.off()
-        self._out.append(ev.Tell(kind="tier_switched_off", facts=(("tier", event.store), ("why", event.why))))
-
-    def _store_on(self, event: ev.StoreOn) -> None:
-        for breaker in self._tier(event.store).breakers.values():
-            breaker.on()
-        self._out.append(ev.Tell(kind="tier_switched_on", facts=(("tier", event.store),)))
-
     def _bury(self, victims: list[Victim]) -> None:
         """Blocks were evicted."""
         self.saver.on_evicted(victims)
@@ -454,11 +375,6 @@ class Brain:
         if request is None:
             raise InvalidInput(f"there is no request {name!r}: it has not asked, or has left")
         return request
-
-    def _tier(self, name: str) -> TierState:
-        if name not in self.tiers:
-            raise InvalidInput(f"there is no tier {name!r}; there are: {', '.join(self.tiers) or 'none'}")
-        return self.tiers[name]
 
 
 def _require_keys(keys: Sequence[BlockKey]) -> None:

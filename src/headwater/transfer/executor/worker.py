@@ -2,11 +2,12 @@
 
 Each store has a queue (`store_queue.py`) and a few threads of its own, so that a slow store holds up nobody else's
 jobs; promotions, which touch two stores, have one of their own, and demotions are writes of their target's. A job that
-names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog,
-sleeps until the next deadline. No torch here.
+names another to come `after` waits here until that one has ended, however it ended. One more thread, the watchdog
+(`watchdog.py`), ends what is overdue. No torch here.
 
 Takes no decision: what is to be moved where, and whether it pays, was decided by whoever gave the instruction. What a
-job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`.
+job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pages.py`, which stores are off in
+`stores_off.py`.
 
 Invariants:
 - Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s`, whatever a store
@@ -20,7 +21,6 @@ Invariants:
 - `submit` never blocks and never calls `deliver`.
 """
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -34,13 +34,9 @@ from headwater.core.events import (
     Event,
     Instruction,
     Job,
-    Load,
     Probe,
     Save,
     StoreCopy,
-    StoreOff,
-    StoreOn,
-    Stuck,
 )
 from headwater.core.results import Reason, Status
 from headwater.layout.shard import WHOLE, Shard
@@ -48,17 +44,17 @@ from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.transfer.executor.jobs import JobRunner, check_job
-from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
+from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, queue_of
+from headwater.transfer.executor.stores_off import StoresOff
 from headwater.transfer.executor.tier import Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, has_no_caller
+from headwater.transfer.executor.watchdog import Watchdog
 
 log: Final = logging.getLogger("headwater")
-
-_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 
 
 class Worker:
@@ -110,12 +106,8 @@ class Worker:
         naming = Naming(identity=identity, layout=layout, shard=shard, part=part)
         self._clock = clock
         self._metrics = metrics if metrics is not None else Metrics()
-        self._grace_s = grace_s
-        self._max_threads = threads_per_store + max_extra_threads
         self._ledger = Ledger(clock=clock, metrics=self._metrics)
         self._ledger.deliver = deliver
-        self._watch = threading.Condition(self._ledger.lock)  # something for the watchdog
-        self._ledger.on_news = self._watch.notify
         self._ledger.on_end = self._release
         self._layout = layout
         self._throttle = SaveThrottle()
@@ -152,15 +144,22 @@ class Worker:
             for name in queues
         }
         self._waiting: dict[int, list[JobState]] = {}  # jobs that are queued when another has ended, by its number
-        self._off: dict[str, str] = {}  # stores that are not used, and why
-        self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
+        self._off = StoresOff(self._ledger, clock=clock)
         self._numbers = count()
-        self._short_of_threads: list[StoreQueue] = []
         self._closed = False
         self._threads: list[threading.Thread] = []
-        self._watchdog = threading.Thread(target=self._keep_watch, name="headwater watchdog", daemon=True)
+        self._watchdog = Watchdog(
+            self._queues,
+            self._ledger,
+            start_thread=self._start_thread,
+            max_threads=threads_per_store + max_extra_threads,
+            grace_s=grace_s,
+            clock=clock,
+            metrics=self._metrics,
+        )
+        self._ledger.on_news = self._watchdog.wake
         try:
-            self._watchdog.start()
+            self._watchdog.thread.start()
             for queue in self._queues.values():
                 queue.num_able = 1 if queue.name == PROMOTIONS else threads_per_store
                 for _ in range(queue.num_able):
@@ -214,7 +213,7 @@ class Worker:
                 elif isinstance(instruction, Cancel) and instruction.job in self._ledger.live:
                     self._fail(self._ledger.live[instruction.job], Reason.CANCELLED, "nobody waits for it any more")
             if len(numbers) < len(asked):
-                self._watch.notify()  # to tell what was cancelled
+                self._watchdog.wake()  # to tell what was cancelled
 
     def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
         """The answer to a Probe, if the store has it in memory; None: submit it. Does not block. Raises nothing."""
@@ -262,10 +261,10 @@ class Worker:
                 self._fail(job, Reason.CANCELLED, "the worker was closed")
             for queue in self._queues.values():
                 queue.work.notify_all()
-            self._watch.notify()
-        if self._watchdog.ident is not None:
-            self._watchdog.join(until.remaining_s)  # first, because it may be starting a thread
-        threads = [*self._threads, self._watchdog]
+            self._watchdog.stop()
+        if self._watchdog.thread.ident is not None:
+            self._watchdog.thread.join(until.remaining_s)  # first, because it may be starting a thread
+        threads = [*self._threads, self._watchdog.thread]
         for thread in threads:
             if thread.ident is not None:
                 thread.join(until.remaining_s)
@@ -286,9 +285,8 @@ class Worker:
         if not self._tiers[store].revive():
             return False
         with self._ledger.lock:
-            self._off.pop(store, None)
-            self._ledger.say(StoreOn(now_s=self._clock.monotonic(), store=store))
-            self._watch.notify()
+            self._off.put_right(store)
+            self._watchdog.wake()
         return True
 
     # --- taking jobs in -----------------------------------------------------------------------------------------------
@@ -300,16 +298,14 @@ class Worker:
             raise InvalidInput(f"not the executor's work: {instruction!r}")
 
     def _enqueue(self, job: JobState) -> None:
-        if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not JobPhase.OVER]
-            heapq.heapify(self._alarms)
+        self._watchdog.sweep()
         after = job.order.after if isinstance(job.order, Save | Demote) else 0
         self._ledger.admit(job)
         if after in self._ledger.live:
             self._waiting.setdefault(after, []).append(job)
         else:
             self._queues[queue_of(job.order)].push(job)
-        self._set_alarm(job, job.order.deadline_s)
+        self._watchdog.set_alarm(job, job.order.deadline_s)
 
     def _release(self, number: int) -> None:
         """A job has ended: queue those that came after it. The lock is held."""
@@ -342,7 +338,7 @@ class Worker:
                 self._ledger.stuck.discard(job)
             self._ledger.flush()
         with self._ledger.lock:
-            self._watch.notify()  # after close() it waits for the last of us
+            self._watchdog.wake()  # after close() it waits for the last of us
 
     def _next(self, queue: StoreQueue) -> JobState | None:
         """Wait for the next job of a queue. None: the thread shall end, and is counted out."""
@@ -354,7 +350,7 @@ class Worker:
                 elif job.deadline.expired:
                     queue.leave(job)
                     self._ledger.fail(job, Reason.LATE, "it had not begun by its deadline")
-                    self._watch.notify()
+                    self._watchdog.wake()
                 else:
                     job.started_s = self._clock.monotonic()
                     return job
@@ -367,8 +363,10 @@ class Worker:
         tiers = [self._tiers[name] for name in (order.store, *([order.target] if isinstance(order, StoreCopy) else []))]
         on_device = False
         try:
-            self._notice(tiers)
-            self._require_on(tiers[1:] if isinstance(order, Demote) else tiers)  # a source that is off gives nothing
+            self._off.notice(tiers)
+            self._off.require_on(
+                tiers[1:] if isinstance(order, Demote) else tiers
+            )  # a source that is off gives nothing
             results = self._runner.run(job)
         except JobTrouble as trouble:
             failure, why = trouble.failure, trouble.why
@@ -376,96 +374,17 @@ class Worker:
             log.exception("job %d, a %s of %s, failed", order.job, job.kind, order.store)
             failure, why, on_device = Reason.FAILED, f"{type(error).__name__}: {error}", True
         else:
-            self._notice(tiers)
+            self._off.notice(tiers)
             self._ledger.done(job, results)
             return
-        self._notice(tiers)
+        self._off.notice(tiers)
         with self._ledger.lock:
             self._ledger.fail(job, failure, why, on_device=on_device)
-
-    def _notice(self, tiers: Iterable[TierStore]) -> None:
-        """Say StoreOff, once, for stores that turned themselves off."""
-        for tier in tiers:
-            with self._ledger.lock:
-                trouble = tier.trouble  # asked with the lock held, so that it is not older than a revive()
-                if trouble is not None and tier.name not in self._off:
-                    self._off[tier.name] = trouble
-                    self._ledger.say(StoreOff(now_s=self._clock.monotonic(), store=tier.name, why=trouble))
-
-    def _require_on(self, tiers: Iterable[TierStore]) -> None:
-        for tier in tiers:
-            why = self._off.get(tier.name)
-            if why is not None:
-                raise JobTrouble(Reason.FAILED, f"{tier.name} is off: {why}")
-
-    # --- the watchdog -------------------------------------------------------------------------------------------------
-
-    def _keep_watch(self) -> None:
-        while True:
-            with self._watch:
-                while True:
-                    wait_s = self._look_at_alarms()
-                    if self._short_of_threads or self._ledger.has_news:
-                        break
-                    if self._closed and self._ledger.quiet:
-                        return
-                    self._watch.wait(wait_s)
-                queues, self._short_of_threads = self._short_of_threads, []
-            for queue in queues:
-                try:
-                    self._start_thread(queue)
-                except RuntimeError as error:  # then the store has fewer threads, and its jobs end LATE
-                    log.warning("no thread to replace one that is stuck in %s: %s", queue.name, error)
-                    with self._ledger.lock:
-                        queue.num_able -= 1
-            self._ledger.flush()
-
-    def _look_at_alarms(self) -> float | None:
-        """End what is overdue; seconds until the next alarm, if there is one. The lock is held."""
-        now_s = self._clock.monotonic()
-        while self._alarms and self._alarms[0][0] <= now_s:
-            _, _, job = heapq.heappop(self._alarms)
-            last_s = job.order.deadline_s + self._grace_s
-            if job.phase is JobPhase.QUEUED:
-                self._fail(job, Reason.LATE, "it had not begun by its deadline")
-            elif job.phase is JobPhase.RUNNING and now_s < last_s:
-                self._set_alarm(job, last_s)
-            elif job.phase is JobPhase.RUNNING:
-                self._give_up(job)
-        if not self._alarms:
-            return None
-        return Deadline(self._alarms[0][0], self._clock).remaining_s
-
-    def _give_up(self, job: JobState) -> None:
-        """A call or a copy does not return: end the job, leave the thread to it, get another. The lock is held.
-
-        A job that copies ends with its copy, and not before (rule 2).
-        """
-        queue = self._queues[queue_of(job.order)]
-        kind, why = "store_stuck", "a store's call did not return in time"
-        if job.copying:
-            kind, why = "copy_stuck", "a copy did not end in time"
-        self._ledger.give_up(job, why)
-        if job.copying and isinstance(job.order, Load):
-            self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
-        queue.stick(job)
-        self._ledger.stuck.add(job)
-        self._ledger.changed.notify_all()  # who waits for its layers, or for its pages
-        self._metrics.event(kind, store=queue.name, job=job.kind)
-        if not self._closed and queue.num_able + queue.num_stuck < self._max_threads:
-            queue.num_able += 1
-            self._short_of_threads.append(queue)
-
-    def _set_alarm(self, job: JobState, at_s: float) -> None:
-        alarm = (at_s, next(self._numbers), job)
-        heapq.heappush(self._alarms, alarm)
-        if self._alarms[0] is alarm:  # the watchdog sleeps until a later one
-            self._watch.notify()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _require_other_thread(self) -> None:
-        if threading.current_thread() in (*self._threads, self._watchdog):
+        if threading.current_thread() in (*self._threads, self._watchdog.thread):
             raise InvalidInput("the worker's own threads, in which `deliver` is called, cannot wait for themselves")
 
 

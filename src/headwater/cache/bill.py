@@ -1,0 +1,42 @@
+"""The bill of a request that leaves: where its prompt came from, and what that was worth. Decides nothing.
+
+A resumed request is billed and told, but counts in no total of hits, misses or seconds: it mostly found its own blocks.
+"""
+
+from headwater.cache.accounts import Accounts
+from headwater.cache.match import DEVICE
+from headwater.cache.placement import ComputeCost
+from headwater.cache.records import RequestRecord
+from headwater.core.events import Finished
+
+
+def bill(request: RequestRecord, accounts: Accounts, cost: ComputeCost, block_tokens: int) -> Finished | None:
+    """Add a request to the accounts, once, and say what it came to; None if it left before it could compute."""
+    served = request.ready_s is not None
+    outcome = "resumed" if request.resumed else "served"
+    accounts.add("requests_total", 1, outcome=outcome if served else "left_early")
+    if not served or request.ready_s is None:
+        return None
+    blocks = {DEVICE: min(request.base, request.num_prompt), **request.num_loaded}
+    hits = tuple((tier, num * block_tokens) for tier, num in blocks.items() if num)
+    misses = tuple((reason.value, num * block_tokens) for reason, num in request.misses.items())
+    answered_s = request.asked_s if request.answered_s is None else request.answered_s
+    waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s
+    saved_s = cost.row_s(0, sum(blocks.values())) - waited_s
+    if not request.resumed:
+        for tier, tokens in hits:
+            accounts.add("hit_tokens_total", tokens, tier=tier)
+        for reason, tokens in misses:
+            accounts.add("miss_tokens_total", tokens, reason=reason)
+        accounts.add("waited_seconds_total", waited_s)
+        accounts.add("saved_seconds_total", max(saved_s, 0.0))
+        accounts.add("lost_seconds_total", max(-saved_s, 0.0))
+    return Finished(
+        request=request.request,
+        num_tokens=(request.num_prompt + request.num_unnamed) * block_tokens,
+        hit_tokens=hits,
+        miss_tokens=misses,
+        loaded_bytes=request.loaded_bytes,
+        waited_s=waited_s,
+        saved_s=saved_s,
+    )
