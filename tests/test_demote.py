@@ -289,6 +289,19 @@ def test_a_demotion_that_waits_can_be_cancelled_and_has_its_deadline(make: Calla
     assert len(frames(odd(rig, "disk"), 4)) == 4
 
 
+def test_demotions_that_gave_up_waiting_are_forgotten_though_their_save_hangs(make: Callable[..., Rig]) -> None:
+    rig = make({"host": OddStore(), "disk": OddStore()})
+    rig.gather.shut()
+    save = rig.save(range(4), within_s=0.05)
+    rig.gather.wait_for_arrival()
+    for _ in range(20):
+        rig.cancel(rig.demote(4, "disk", after=save))
+        rig.ear.end(rig.demote(4, "disk", after=save, within_s=0.01))
+    assert not any(rig.worker._waiting.values()), "what has ended is kept while a copy hangs"
+    assert rig.ear.results(rig.demote(4, "disk", after=len(rig.jobs) + 1)) == ["miss"] * 4, "nobody waits for himself"
+    assert not rig.ear.ends(save)
+
+
 class Shifting(MappedStore):
     """A slab in which pages change places while they are read."""
 
