@@ -302,6 +302,19 @@ def test_demotions_that_gave_up_waiting_are_forgotten_though_their_save_hangs(ma
     assert not rig.ear.ends(save)
 
 
+def test_a_source_that_hangs_does_not_take_the_threads_of_its_target(make: Callable[..., Rig]) -> None:
+    rig = make({"disk": OddStore(), "pool": OddStore()}, grace_s=0.05)
+    rig.saved(range(4), store="disk")
+    odd(rig, "disk").gates["get_into"].shut()
+    assert rig.ear.failure(rig.demote(4, "pool", store="disk", within_s=0.2)) is Reason.LATE
+    for _ in range(5):
+        assert rig.ear.results(rig.demote(4, "pool", store="disk")) == ["miss"] * 4
+    rig.saved(range(4, 8), chain=2, store="pool")
+    odd(rig, "disk").gates["get_into"].open()
+    wait_until(lambda: not rig.worker._ledger.stuck)
+    assert rig.ear.results(rig.demote(4, "pool", store="disk")) == ["stored"] * 4
+
+
 class Shifting(MappedStore):
     """A slab in which pages change places while they are read."""
 

@@ -20,7 +20,7 @@ from headwater.build import open_local, open_rank
 from headwater.config.stores import LocalStoreConfig
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Move, Removed, StoreOff, Stored, TierLost
+from headwater.core.events import Move, Removed, Stored, StoreOff, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.page import PageName
 from headwater.core.results import Reason, Status
