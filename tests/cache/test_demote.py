@@ -289,6 +289,32 @@ def test_a_demotion_that_waits_can_be_cancelled_and_has_its_deadline(make: Calla
     assert len(frames(odd(rig, "disk"), 4)) == 4
 
 
+def test_demotions_that_gave_up_waiting_are_forgotten_though_their_save_hangs(make: Callable[..., Rig]) -> None:
+    rig = make({"host": OddStore(), "disk": OddStore()})
+    rig.gather.shut()
+    save = rig.save(range(4), within_s=0.05)
+    rig.gather.wait_for_arrival()
+    for _ in range(20):
+        rig.cancel(rig.demote(4, "disk", after=save))
+        rig.ear.end(rig.demote(4, "disk", after=save, within_s=0.01))
+    assert not any(rig.worker._waiting.values()), "what has ended is kept while a copy hangs"
+    assert rig.ear.results(rig.demote(4, "disk", after=len(rig.jobs) + 1)) == ["miss"] * 4, "nobody waits for himself"
+    assert not rig.ear.ends(save)
+
+
+def test_a_source_that_hangs_does_not_take_the_threads_of_its_target(make: Callable[..., Rig]) -> None:
+    rig = make({"disk": OddStore(), "pool": OddStore()}, grace_s=0.05)
+    rig.saved(range(4), store="disk")
+    odd(rig, "disk").gates["get_into"].shut()
+    assert rig.ear.failure(rig.demote(4, "pool", store="disk", within_s=0.2)) is Reason.LATE
+    for _ in range(5):
+        assert rig.ear.results(rig.demote(4, "pool", store="disk")) == ["miss"] * 4
+    rig.saved(range(4, 8), chain=2, store="pool")
+    odd(rig, "disk").gates["get_into"].open()
+    wait_until(lambda: not rig.worker._ledger.stuck)
+    assert rig.ear.results(rig.demote(4, "pool", store="disk")) == ["stored"] * 4
+
+
 class Shifting(MappedStore):
     """A slab in which pages change places while they are read."""
 

@@ -20,7 +20,7 @@ from headwater.build import open_local, open_rank
 from headwater.config.stores import LocalStoreConfig
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Move, Removed, Stored, TierLost
+from headwater.core.events import Move, Removed, Stored, StoreOff, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.page import PageName
 from headwater.core.results import Reason, Status
@@ -46,7 +46,7 @@ from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.staging import Staging, TorchStaging
-from headwater.transfer.executor.tier import Naming
+from headwater.transfer.executor.tier import BAD_PAGES, Naming
 from headwater.transfer.executor.worker import Worker
 from headwater.transfer.ranks.group import Ranks
 from machines.ranks import cut, small_layouts
@@ -1083,3 +1083,30 @@ def test_latent_planes_need_no_view(ends: Callable[..., Ends]) -> None:
     assert ticket.tp_size == 1
     assert isinstance(one.fetch(ticket), Fetched)
     assert one.arrived(ticket)
+
+
+def test_a_pause_for_which_there_is_no_thread_is_left_out(
+    ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ends()
+    ticket = here.ticket(5 * B)
+    here.store.delete([here.name(ticket, 2)], deadline=Deadline.after(5.0))
+
+    def start(_: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", start)
+    found = here.fetch(ticket)
+    assert isinstance(found, Missing)
+    assert (found.first_block, found.reason, found.num_tries) == (2, Reason.MISSING, 3)
+
+
+def test_a_handoff_on_an_executor_that_was_closed_while_its_store_was_off_is_over(ends: Callable[..., Ends]) -> None:
+    here = ends()
+    ticket = here.ticket(5 * B)
+    end = here.ends[1]
+    end.caller.hears(StoreOff(now_s=time.monotonic() - 60.0, store="pool", why=BAD_PAGES))
+    end.close()
+    found = here.fetch(ticket)
+    assert isinstance(found, Missing)
+    assert found.reason is Reason.CANCELLED

@@ -59,12 +59,20 @@ class RunningHandoff:
                     said.extend(self._machine.handle(refused))
             elif isinstance(one, Cancel):
                 self._caller.cancel(one.job)
-            elif isinstance(one, Pause) and one.seconds > 0:
-                timer = threading.Timer(one.seconds, self._resume)
-                timer.daemon = True
-                timer.start()
-            elif isinstance(one, Pause):
+            elif isinstance(one, Pause) and not self._pause(one.seconds):
                 said.extend(self._machine.handle(Resumed(now_s=self._now_s())))
+
+    def _pause(self, seconds: float) -> bool:
+        """Have `_resume` called after so long. False: go on at once, for there is no pause, or no thread for it."""
+        if seconds <= 0:
+            return False
+        timer = threading.Timer(seconds, self._resume)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # the machine has no more threads: nobody may wait for ever because of that
+            return False
+        return True
 
     def _resume(self) -> None:
         self._take(Resumed(now_s=self._now_s()))

@@ -190,7 +190,8 @@ class Caller:
             if due:
                 del self._off[store]
         if due:
-            self._executor.revive(store)
+            with contextlib.suppress(ResourceClosed):  # then the job is refused for that
+                self._executor.revive(store)
 
     def _forget(self, end: End) -> _Asked | None:
         """A job has ended: the breaker hears how."""

@@ -343,13 +343,20 @@ class JobRunner:
     def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
         """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.
 
-        Its trouble is not the target's, and the blocks may still be on the device: a miss.
+        Its trouble is not the target's, and the blocks may still be on the device: a miss. Nor does it get more of the
+        target's threads while it keeps one in a call that hangs.
         """
+        source = job.order.store
         try:
-            return self._tiers[job.order.store].peek(items, job.deadline)
+            if self._ledger.hangs_at(source):
+                raise StoreTrouble("a call of it does not return")
+            job.at_source = True
+            return self._tiers[source].peek(items, job.deadline)
         except StoreTrouble as trouble:
-            log.warning("nothing to be demoted from %s: %s", job.order.store, trouble.why)
+            log.warning("nothing to be demoted from %s: %s", source, trouble.why)
             return [Status.FAILED] * len(items)
+        finally:
+            job.at_source = False
 
     def _seal_and_put(
         self, job: JobState, unsealed: list[tuple[PageMeta, memoryview]], digests: "Digests | None", *, ahead: bool

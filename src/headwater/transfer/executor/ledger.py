@@ -39,8 +39,8 @@ class JobState:
     """What has become of a job so far. Guarded by the ledger's lock."""
 
     __slots__ = (
-        *("copied", "deadline", "ended", "failing", "judged", "kind", "num_bytes", "num_copying", "num_pages"),
-        *("num_planes_ready", "order", "phase", "started_s", "stuck"),
+        *("at_source", "copied", "deadline", "ended", "failing", "judged", "kind", "num_bytes", "num_copying"),
+        *("num_pages", "num_planes_ready", "order", "phase", "started_s", "stuck"),
     )
 
     def __init__(self, order: Job, clock: Clock) -> None:
@@ -55,6 +55,7 @@ class JobState:
         self.num_copying = 0  # copies between slots and host memory that are under way
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
+        self.at_source = False  # of a Demote: it is in a call of the store that it reads from
         self.failing: tuple[Reason, str] | None = None  # what ends it when the copy is over
         self.stuck = False  # its thread was given up: a store's call, or a copy, does not return
         self.ended = False
@@ -140,6 +141,11 @@ class Ledger:
         """Whether the next step of a job is worth taking: it has not ended, nor will with its copies, and has time."""
         with self.lock:
             return not job.ended and job.failing is None and not job.deadline.expired
+
+    def hangs_at(self, source: str) -> bool:
+        """Whether a Demote is in a call of this store that does not return."""
+        with self.lock:
+            return any(one.at_source and one.order.store == source for one in self.stuck)
 
     @contextlib.contextmanager
     def copying(self, job: JobState) -> Iterator[bool]:

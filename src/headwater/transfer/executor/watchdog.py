@@ -36,15 +36,20 @@ class Watchdog:
         queues: Mapping[str, StoreQueue],
         ledger: Ledger,
         *,
+        fail: Callable[[JobState, Reason, str], None],
         start_thread: Callable[[StoreQueue], None],
         max_threads: int,
         grace_s: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """Starts nothing. `start_thread` is called without the lock, for a queue that counts the thread already."""
+        """Starts nothing. `fail` ends a job that has not begun, with the lock held.
+
+        `start_thread` is called without the lock, for a queue that counts the thread already.
+        """
         self._queues = queues
         self._ledger = ledger
+        self._fail = fail
         self._start_thread = start_thread
         self._max_threads = max_threads
         self._grace_s = grace_s
@@ -111,8 +116,7 @@ class Watchdog:
             _, _, job = heapq.heappop(self._alarms)
             last_s = job.order.deadline_s + self._grace_s
             if job.phase is JobPhase.QUEUED:
-                self._queues[queue_of(job.order)].remove(job)
-                self._ledger.fail(job, Reason.LATE, "it had not begun by its deadline")
+                self._fail(job, Reason.LATE, "it had not begun by its deadline")
             elif job.phase is JobPhase.RUNNING and now_s < last_s:
                 self.set_alarm(job, last_s)
             elif job.phase is JobPhase.RUNNING:

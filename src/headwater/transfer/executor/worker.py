@@ -143,7 +143,7 @@ class Worker:
             )
             for name in queues
         }
-        self._waiting: dict[int, list[JobState]] = {}  # jobs that are queued when another has ended, by its number
+        self._waiting: dict[int, dict[int, JobState]] = {}  # jobs that are queued when another has ended, by its number
         self._off = StoresOff(self._ledger, clock=clock)
         self._numbers = count()
         self._closed = False
@@ -151,6 +151,7 @@ class Worker:
         self._watchdog = Watchdog(
             self._queues,
             self._ledger,
+            fail=self._fail,
             start_thread=self._start_thread,
             max_threads=threads_per_store + max_extra_threads,
             grace_s=grace_s,
@@ -299,23 +300,23 @@ class Worker:
 
     def _enqueue(self, job: JobState) -> None:
         self._watchdog.sweep()
-        after = job.order.after if isinstance(job.order, Save | Demote) else 0
-        self._ledger.admit(job)
+        after = _after(job.order)
         if after in self._ledger.live:
-            self._waiting.setdefault(after, []).append(job)
+            self._waiting.setdefault(after, {})[job.order.job] = job
         else:
             self._queues[queue_of(job.order)].push(job)
+        self._ledger.admit(job)
         self._watchdog.set_alarm(job, job.order.deadline_s)
 
     def _release(self, number: int) -> None:
         """A job has ended: queue those that came after it. The lock is held."""
-        for job in self._waiting.pop(number, ()):
-            if not job.ended:
-                self._queues[queue_of(job.order)].push(job)
+        for job in self._waiting.pop(number, {}).values():
+            self._queues[queue_of(job.order)].push(job)
 
     def _fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
         self._queues[queue_of(job.order)].remove(job)
+        self._waiting.get(_after(job.order), {}).pop(job.order.job, None)  # what it waits for may take for ever
         self._ledger.fail(job, failure, why)
 
     # --- a store's threads --------------------------------------------------------------------------------------------
@@ -386,6 +387,11 @@ class Worker:
     def _require_other_thread(self) -> None:
         if threading.current_thread() in (*self._threads, self._watchdog.thread):
             raise InvalidInput("the worker's own threads, in which `deliver` is called, cannot wait for themselves")
+
+
+def _after(order: Job) -> int:
+    """The job that has to end before this one begins; 0: none."""
+    return order.after if isinstance(order, Save | Demote) else 0
 
 
 def _at_least(what: str, value: float, least: int) -> None:
