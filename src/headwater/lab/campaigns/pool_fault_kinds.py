@@ -156,7 +156,7 @@ class MasterKilled(PoolFault):
         self.scene.num_injected += 1
 
 
-class Stopped(PoolFault):
+class ProcessStopped(PoolFault):
     """The master, or the client process, does not answer for a while: calls block, and end when it goes on."""
 
     def strike(self, seconds: float) -> None:
@@ -262,5 +262,5 @@ FAULTS: Final[dict[str, type[PoolFault]]] = {
     "damaged": Damaged,
     "bad_first": BadFirst,
     "putter": PutterKilled,
-    "stopped": Stopped,
+    "stopped": ProcessStopped,
 }

@@ -42,7 +42,7 @@ _MADV_POPULATE_WRITE: Final = 23
 Progress = Callable[[int, int], None]
 
 
-class Rows:
+class SlabRows:
     """Places of one size at one distance: the first at `at`, `pitch` bytes from one to the next."""
 
     def __init__(self, at: int, pitch: int, num_bytes: int, count: int) -> None:
@@ -76,8 +76,8 @@ class Slab:
         self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._range: GuardedRange | None = None
-        self._sectors = Rows(0, SECTOR, SECTOR, self.geometry.file_bytes // SECTOR)
-        self._prefixes = Rows(0, SECTOR, PREFIX_BYTES, self._sectors.count)
+        self._sectors = SlabRows(0, SECTOR, SECTOR, self.geometry.file_bytes // SECTOR)
+        self._prefixes = SlabRows(0, SECTOR, PREFIX_BYTES, self._sectors.count)
         _open.add(self)
 
     def map(self) -> None:
@@ -195,7 +195,7 @@ class Slab:
         except OSError as error:
             raise StoreDamaged(f"cannot write to {self.path}: {error.strerror}") from error
 
-    def read_rows(self, rows: Rows, numbers: Sequence[int]) -> bytes:
+    def read_rows(self, rows: SlabRows, numbers: Sequence[int]) -> bytes:
         """A copy of some of many places, back to back. Raises as `read`."""
         self._require_rows(rows, numbers)
         view = self._view
@@ -210,7 +210,7 @@ class Slab:
         """The first bytes of slots, enough to see which page is in each, back to back. Only where `mapped`."""
         return self.read_rows(self._prefixes, [offset // SECTOR for offset in offsets])
 
-    def write_rows(self, rows: Rows, numbers: Sequence[int], data: bytes) -> None:
+    def write_rows(self, rows: SlabRows, numbers: Sequence[int], data: bytes) -> None:
         """Copy bytes, back to back, into some of many places, one after the other; or the same bytes into all of them.
 
         Raises as `write`.
@@ -223,7 +223,7 @@ class Slab:
         for i, number in enumerate(numbers):
             self.write(rows.at + number * rows.pitch, data[i * size : (i + 1) * size] if len(data) > size else data)
 
-    def _require_rows(self, rows: Rows, numbers: Sequence[int]) -> None:
+    def _require_rows(self, rows: SlabRows, numbers: Sequence[int]) -> None:
         if numbers and not 0 <= min(numbers) <= max(numbers) < rows.count:
             raise StoreDamaged(f"{self.path} has no {min(numbers)} to {max(numbers)} of {rows.count} places")
 
@@ -310,7 +310,7 @@ class Slab:
         _close_all(self._lock_fd, fd)
 
 
-def _as_array(view: memoryview, rows: Rows) -> npt.NDArray[np.void]:
+def _as_array(view: memoryview, rows: SlabRows) -> npt.NDArray[np.void]:
     """For the moment: what is mapped must not be held longer than a call. One item is copied after the other."""
     return np.ndarray(rows.count, rows.item, view[rows.at : rows.end], 0, (rows.pitch,))
 

@@ -55,7 +55,7 @@ from headwater.storage.local.records import (
     in_state,
     in_time,
 )
-from headwater.storage.local.slab import Rows, Slab
+from headwater.storage.local.slab import Slab, SlabRows
 from headwater.storage.local.slab_header import SEALED_BYTES
 
 _EXTENT: Final = struct.Struct("<QQ")
@@ -102,8 +102,8 @@ class Table:
         self._salt = int.from_bytes(slab.header.store_id[:8], "little")
         self._mask = slab.geometry.num_changes - 1
         num_slots = self.geometry.num_slots
-        self._records = Rows(self.geometry.records_at, RECORD_BYTES, RECORD.size, num_slots)
-        self._uses = Rows(self.geometry.uses_at, USE_BYTES, USE_BYTES, num_slots)
+        self._records = SlabRows(self.geometry.records_at, RECORD_BYTES, RECORD.size, num_slots)
+        self._uses = SlabRows(self.geometry.uses_at, USE_BYTES, USE_BYTES, num_slots)
 
     # --- records ------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class JobTaker(Protocol):
         ...
 
 
-class _Asked:
+class _CallerJob:
     """A job that was submitted."""
 
     __slots__ = ("is_probe", "on_end", "order")
@@ -84,7 +84,7 @@ class Caller:
         self.metrics = metrics if metrics is not None else Metrics()
         self._executor = executor
         self._lock = threading.Lock()
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _CallerJob] = {}
         self._numbers = count(first_job)
         self._breakers = {
             store: Breaker(
@@ -111,7 +111,7 @@ class Caller:
             why = self._refusal(order.store, now_s)
             if why is None:
                 is_probe = self._breakers[order.store].state is BreakerState.HALF_OPEN
-                self._asked[order.job] = _Asked(order, on_end, is_probe=is_probe)
+                self._asked[order.job] = _CallerJob(order, on_end, is_probe=is_probe)
         if why is not None:
             reason = "off" if order.store in self._off else "left_alone"
             self.metrics.count("refused_calls_total", store=order.store, reason=reason)
@@ -193,7 +193,7 @@ class Caller:
             with contextlib.suppress(ResourceClosed):  # then the job is refused for that
                 self._executor.revive(store)
 
-    def _forget(self, end: End) -> _Asked | None:
+    def _forget(self, end: End) -> _CallerJob | None:
         """A job has ended: the breaker hears how."""
         with self._lock:
             asked = self._asked.pop(end.job, None)
@@ -201,7 +201,7 @@ class Caller:
                 self._judge(asked, end)
         return asked
 
-    def _judge(self, asked: _Asked, end: End) -> None:
+    def _judge(self, asked: _CallerJob, end: End) -> None:
         """While a probe is out only the probe is heard: what began before it says nothing of the store as it is now."""
         store, breaker = asked.order.store, self._breakers[asked.order.store]
         if breaker.state is BreakerState.HALF_OPEN and not asked.is_probe:
