@@ -154,7 +154,8 @@ def _requests_kept(engine: Proven) -> int:
     opened = getattr(engine._core.scheduler.connector, "_scheduler", None)
     if opened is None:
         return 0
-    opened.cache.brain.validate()
+    with opened.cache.still() as brain:
+        brain.validate()
     side = opened.side
     return len(side._tracked) + len(side._leaving) + len(side._pinned)
 
