@@ -224,9 +224,9 @@ class SchedulerSide:
         if report is not None:
             self._executor.heard(report)
             self._pin()
-        for one in self._tracked.values():
-            if one.promised and one.lent and not one.barred:
-                one.barred = self.cache.broken(one.name)
+            for one in self._tracked.values():
+                if one.promised and one.lent and not one.barred:
+                    one.barred = self.cache.broken(one.name)
         for name in failed:  # vLLM takes all blocks from them, also those that were loaded well
             tracked = self._tracked.get(name)
             if tracked is not None and tracked.lent:
