@@ -117,14 +117,15 @@ class Bodies:
     def _add(self, coming: _Coming, chunk: bytes) -> None:
         if coming.why is not None:
             raise coming.why
-        before = coming.num_counted
-        coming.data += chunk
-        self._num_bytes += coming.num_counted - before
-        while self._num_bytes > self._limits.bodies_bytes:
-            slowest = min((one for one in self._coming if one.num_counted), key=lambda one: one.pace.until_s)
+        num_more = _num_counted(len(coming.data) + len(chunk)) - coming.num_counted
+        while self._num_bytes + num_more > self._limits.bodies_bytes:  # first there is room, then it is taken
+            found = (one for one in self._coming if one.num_counted or one is coming)
+            slowest = min(found, key=lambda one: one.pace.until_s)
             if slowest is coming:
                 raise errors.bodies_full()
             self._give_up(slowest, errors.bodies_full())
+        coming.data += chunk
+        self._num_bytes += num_more
 
     def _give_up(self, coming: _Coming, why: ApiError) -> None:
         self._forget(coming)
