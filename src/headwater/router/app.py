@@ -96,8 +96,18 @@ class Routed:
         face.require_room()
         with suppress(ClientDisconnect):  # nobody is there
             async with face.bodies.body_of(http, face.router.config.max_body_bytes) as body:
-                call = await self._call(http, body)
+                ends_s = until_s(http)
+                read: Routable = await face.readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
                 del body  # the call has its own, for as long as nodes may be asked
+                face.require_room()
+                call = Call(
+                    endpoint=self._endpoint,
+                    body=read.body,
+                    content=read.content,
+                    request_id=request_id(scope),
+                    until_s=ends_s,
+                    num_prompts=read.num_prompts,
+                )
                 await self._route(call, Responder(scope, receive, send), receive)
 
     async def _route(self, call: Call, client: Responder, receive: Receive) -> None:
@@ -121,19 +131,6 @@ class Routed:
         except NoAnswer as failure:
             raise _api_error(failure) from failure
 
-    async def _call(self, http: Request, body: bytes) -> Call:
-        ends_s = until_s(http)
-        read = await self._face.read(body, ends_s)
-        self._face.require_room()
-        return Call(
-            endpoint=self._endpoint,
-            body=read.body,
-            content=read.content,
-            request_id=request_id(http.scope),
-            until_s=ends_s,
-            num_prompts=read.num_prompts,
-        )
-
 
 class Face:
     """What the routes share. For one event loop."""
@@ -142,7 +139,7 @@ class Face:
         self.router = router
         self.bodies = Bodies(limits)
         self.stopping = asyncio.Event()
-        self._readers = Readers(
+        self.readers = Readers(
             {"routable": routable}, max_body_bytes=router.config.max_body_bytes, max_waiting=limits.max_unread
         )
         self._started = time.time() - time.monotonic()  # between the two clocks
@@ -154,24 +151,11 @@ class Face:
         if self.router.num_requests >= self.router.config.max_requests:
             raise errors.queue_full()
 
-    async def read(self, body: bytes, ends_s: float) -> Routable:
-        """What a client's body says, as far as a router wants to know. Raises ApiError."""
-        found: Routable = await self._readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
-        return found
-
     def stop(self) -> None:
         """Take no more: those under way hear so."""
         self.stopping.set()
         self.bodies.stop()
-        self._readers.stop()
-
-    def start_readers(self) -> None:
-        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
-        self._readers.start()
-
-    def close(self) -> None:
-        """Read no more. Blocks for a moment. Idempotent."""
-        self._readers.close()
+        self.readers.stop()
 
     async def health(self, http: Request) -> Response:
         """Whether a request could be answered."""

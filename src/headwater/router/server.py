@@ -44,14 +44,14 @@ class RouterServer(uvicorn.Server):
 
     def start_readers(self) -> None:
         """Have what reads large bodies ready before the first one comes. Does not wait for it."""
-        self._face.start_readers()
+        self._face.readers.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is under way, then close connections."""
         self._face.stop()
         await super().shutdown(sockets)
         await self._face.router.aclose()
-        self._face.close()
+        self._face.readers.close()
 
     def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
         """Run, and take the signal that ended it for what it is: a way to end."""

@@ -4,7 +4,6 @@ Invariant: a stream begins with the first piece of text, so what fails before it
 """
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from headwater.core.errors import NotInstalled
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
-from headwater.serve.answer import Answer, ClientLeft
+from headwater.serve.answer import Answer
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import token_id
@@ -23,7 +22,7 @@ from headwater.serve.transcript import TextPiece
 from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
 try:
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
@@ -32,50 +31,25 @@ except ModuleNotFoundError as error:
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
-class Endpoint(ABC):
-    """What computes something for a client, or for a router."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        self._check_role()
-        try:
-            with self._service.arriving(Request(scope, receive)) as arrival:
-                await self._handle(arrival, send)
-        except (ClientDisconnect, ClientLeft):  # nobody is there
-            return
-
-    @abstractmethod
-    def _check_role(self) -> None:
-        """Raise ApiError if this node does not do that."""
-
-    @abstractmethod
-    async def _handle(self, arrival: Arrival, send: Send) -> None:
-        """Answer. Raises ApiError."""
-
-
-class Generate(Endpoint):
+class Generate:
     """One of OpenAI's endpoints, at a node that does all of it."""
 
     def __init__(self, service: Service, api: Api) -> None:
-        super().__init__(service)
+        self._service = service
         self._api = api
 
-    def _check_role(self) -> None:
-        config = self._service.config
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError."""
+        service, api, config = self._service, self._api, self._service.config
         if config.role is not Role.MIXED:
             where = " or ".join(config.routers) or "its router (`headwater router`)"
             raise errors.wrong_role(f"this is a {config.role} node, which answers routers only: ask {where}")
-
-    async def _handle(self, arrival: Arrival, send: Send) -> None:
-        service, api = self._service, self._api
-        question = await service.read(arrival, api)
-        with service.places(question.num_answers):
-            answer = service.submit(arrival, api, question)
-            with service.answering(arrival, answer):
-                await Reply(service, arrival, api, question.asked, answer).send(send)
+        with service.arriving(Request(scope, receive)) as arrival:
+            question = await service.read(arrival, api)
+            with service.places(question.num_answers):
+                answer = service.submit(arrival, api, question)
+                with service.answering(arrival, answer):
+                    await Reply(service, arrival, api, question.asked, answer).send(send)
 
 
 class Reply:
@@ -93,18 +67,15 @@ class Reply:
         """All of it. Raises ApiError if nothing of it was sent."""
         if self._asked.stream:
             await self._stream(send)
-        else:
-            body = await self._whole()
-            response = Response(body, media_type="application/json", headers=dict(self._times()))
-            await response(self._arrival.http.scope, self._arrival.http.receive, send)
-
-    async def _whole(self) -> bytes:
-        answer = self._answer
+            return
+        answer, http = self._answer, self._arrival.http
         whole = WholeAnswer(self._api, self._head, len(answer.choices), max_bytes=MAX_ANSWER_BYTES)
         while (more := await answer.next()) is not None:
             choice, piece = more
             whole.add(choice.index, piece, self._name)
-        return whole.body(answer.choices, self._usage())
+        body = whole.body(answer.choices, self._usage())
+        response = Response(body, media_type="application/json", headers=dict(self._times()))
+        await response(http.scope, http.receive, send)
 
     async def _stream(self, send: Send) -> None:
         answer, head, asked = self._answer, self._head, self._asked

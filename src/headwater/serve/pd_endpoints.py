@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, NotInstalled
@@ -25,14 +26,15 @@ from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
 from headwater.serve.errors import HandoffFailed
-from headwater.serve.generate import Endpoint, Reply
+from headwater.serve.generate import Reply
 from headwater.serve.phases import phases_of
 from headwater.serve.reading import APIS, Question
 from headwater.serve.service import Arrival, Service
 
 try:
+    from starlette.requests import Request
     from starlette.responses import JSONResponse
-    from starlette.types import Send
+    from starlette.types import Receive, Scope, Send
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
@@ -47,19 +49,29 @@ _SEVERAL: Final = "tickets"  # of a body with several prompts, one for each
 _UNSEALED: Final = "the ticket is not sealed with this node's key, or was changed: start all nodes with the same key"
 
 
-class _Asked(Endpoint):
+class _ForRouters(ABC):
     """An endpoint for routers, at nodes of one role."""
 
     role: Role
     path: str
 
-    def _check_role(self) -> None:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError."""
         role = self._service.config.role
         if role is not self.role:
             raise errors.wrong_role(f"this is a {role} node, and {self.path} wants one with --role {self.role}")
+        with self._service.arriving(Request(scope, receive)) as arrival:
+            await self._handle(arrival, send)
+
+    @abstractmethod
+    async def _handle(self, arrival: Arrival, send: Send) -> None:
+        """Answer. Raises ApiError."""
 
 
-class Prefill(_Asked):
+class Prefill(_ForRouters):
     """A prompt, computed and written; its ticket."""
 
     role = Role.PREFILL
@@ -83,7 +95,7 @@ class Prefill(_Asked):
                 await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
 
 
-class Decode(_Asked):
+class Decode(_ForRouters):
     """The answer to a ticket."""
 
     role = Role.DECODE

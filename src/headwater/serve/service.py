@@ -30,7 +30,7 @@ from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
-from headwater.serve.answer import Answer, Unread
+from headwater.serve.answer import Answer, ClientLeft, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
@@ -46,7 +46,7 @@ from headwater.serve.reading import Envelope, Question, Reader
 from headwater.serve.transcript import Transcript
 
 try:
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
 except ModuleNotFoundError as error:
     raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
@@ -129,7 +129,10 @@ class Service:
 
     @contextmanager
     def arriving(self, http: Request) -> Iterator[Arrival]:
-        """Come in with a request, before its body is read. Raises ApiError if there is no room now, or no more."""
+        """Come in with a request, before its body is read; a client that leaves ends the block.
+
+        Raises ApiError if there is no room now, or no more.
+        """
         self._require_places(1)
         said = http.headers.get(ATTEMPT)
         if said is not None and not _WORD.fullmatch(said):
@@ -146,6 +149,8 @@ class Service:
         self._attempts[arrival.attempt] = None
         try:
             yield arrival
+        except (ClientDisconnect, ClientLeft):  # nobody is there
+            return
         finally:
             del self._attempts[arrival.attempt]
 
@@ -229,18 +234,18 @@ class Service:
     async def read(self, arrival: Arrival, api: Api) -> Question:
         """What a client's body asks for. Raises ApiError; waits for the client."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes) as body:
-            question: Question = await self._read(arrival, "question", api.endpoint, body)
+            question: Question = await self._readers.read(
+                "question", api.endpoint, body, num_bytes=len(body), until_s=arrival.until_s
+            )
             return question
 
     async def read_envelope(self, arrival: Arrival, more_bytes: int) -> Envelope:
         """The same, of a body in a router's envelope, which may have so many bytes more."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes + more_bytes) as body:
-            envelope: Envelope = await self._read(arrival, "envelope", body)
+            envelope: Envelope = await self._readers.read(
+                "envelope", body, num_bytes=len(body), until_s=arrival.until_s
+            )
             return envelope
-
-    async def _read(self, arrival: Arrival, what: str, *arguments: Any) -> Any:
-        """Have a body read by a method of Reader, here or elsewhere."""
-        return await self._readers.read(what, *arguments, num_bytes=len(arguments[-1]), until_s=arrival.until_s)
 
     def submit(
         self, arrival: Arrival, api: Api, question: Question, *, handoffs: Sequence[Sending | Taking] = ()
