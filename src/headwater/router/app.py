@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.events import event_of
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
@@ -37,14 +37,12 @@ from headwater.serve.middleware import HEALTH, MODELS, application, prometheus, 
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Routable, routable
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
 _ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
 _METRICS, _STATE, _NODES, _DRAIN = "/metrics", "/state", "/pd/nodes", "/pd/drain"

@@ -2,15 +2,13 @@
 
 from typing import Any, Final
 
-from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.core.errors import HeadwaterError, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.node_auth import ROUTER, Signer
 from headwater.disagg.signing import SignedBy
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"this needs {error.name}: pip install 'headwater[serve]'") from error
 
 _TIMEOUT_S: Final = 10.0
 

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
 from headwater.disagg.headers import ATTEMPT, REQUEST_ID, TIMEOUT
@@ -29,10 +29,8 @@ from headwater.disagg.node_auth import NotProven, node_called
 from headwater.disagg.signing import Peer
 from headwater.router.trouble import NO_ROOM, Trouble, Unanswered, judge, no_connection, too_large, untrusted, words
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
 
 _MAX_ERROR_BYTES: Final = 64 << 10

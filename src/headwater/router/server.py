@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.router.app import create_router_app
 from headwater.router.limits import router_limits
 from headwater.router.router import Router
@@ -16,10 +16,8 @@ from headwater.serve.connections import Connections
 from headwater.serve.limits import Limits
 from headwater.serve.sockets import receive_on, setup
 
-try:
+with needs_extra("serve"):
     import uvicorn
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
 
 class RouterServer(uvicorn.Server):

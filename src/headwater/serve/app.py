@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from headwater.config.checks import is_loopback
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
@@ -24,14 +24,12 @@ from headwater.serve.pd_endpoints import ATTEMPTS, DECODE, PREFILL, Decode, Pref
 from headwater.serve.revive import BRAIN, REVIVE, revive
 from headwater.serve.service import Service
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _METRICS: Final = "/metrics"
 _PATHS: Final = (HEALTH, MODELS, _METRICS, REVIVE, Completions.endpoint, Chat.endpoint, PREFILL, DECODE, ATTEMPTS)

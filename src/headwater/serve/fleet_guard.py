@@ -9,14 +9,12 @@ import hashlib
 from typing import Final
 from urllib.parse import quote
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Admitted, Authenticator, NotAdmitted
 from headwater.serve import errors
 
-try:
+with needs_extra("serve"):
     from starlette.types import Message, Receive, Scope
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _FLEET: Final = "/pd/"
 

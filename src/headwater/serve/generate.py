@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
@@ -21,12 +21,10 @@ from headwater.serve.service import Arrival, Service
 from headwater.serve.transcript import TextPiece
 from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
-try:
+with needs_extra("serve"):
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 

@@ -18,16 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, NotProven, Signer
 from headwater.disagg.signing import SignedBy
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"heartbeats need {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.metrics import Metrics
@@ -25,7 +25,7 @@ from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard, checked
 from headwater.serve.limits import Limits
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
@@ -33,8 +33,6 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
 
 HEALTH: Final = "/health"
 MODELS: Final = "/v1/models"

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
 from headwater.core.role import Role
@@ -31,12 +31,10 @@ from headwater.serve.phases import phases_of
 from headwater.serve.reading import APIS, Question
 from headwater.serve.service import Arrival, Service
 
-try:
+with needs_extra("serve"):
     from starlette.requests import Request
     from starlette.responses import JSONResponse
     from starlette.types import Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 

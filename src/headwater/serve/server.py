@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.serve.app import create_app
 from headwater.serve.connections import Connections
 from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.service import Service
 from headwater.serve.sockets import receive_on, setup
 
-try:
+with needs_extra("serve"):
     import uvicorn
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _LOOK_S: Final = 0.05  # between looks whether the last request has ended
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 from headwater.build import Running
 from headwater.config.environment import default_node
 from headwater.config.serve import ServeConfig
-from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
+from headwater.core.errors import InvalidInput, ResourceClosed, needs_extra
 from headwater.disagg.headers import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
@@ -45,10 +45,8 @@ from headwater.serve.readers import Readers, Spare
 from headwater.serve.reading import Envelope, Question, Reader
 from headwater.serve.transcript import Transcript
 
-try:
+with needs_extra("serve"):
     from starlette.requests import ClientDisconnect, Request
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
 _MAX_TOLD: Final = 1 << 18  # log-probabilities in an answer in one piece: 12,483 tokens with 20 alternatives each

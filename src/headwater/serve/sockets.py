@@ -8,14 +8,12 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Final
 
-from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.serve.connection import Connection
 from headwater.serve.connections import Connections
 
-try:
+with needs_extra("serve"):
     import uvicorn
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
 from headwater.core.role import Role
@@ -48,13 +48,11 @@ from headwater.serve.pool_probes import PoolProbes
 from headwater.serve.readers import Readers
 from headwater.storage.base import Store
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 

@@ -8,19 +8,17 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.integrations.vllm.client import VllmGone
 from headwater.integrations.vllm.node_reading import VllmWork
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
 from headwater.serve.middleware import request_id, until_s
 
-try:
+with needs_extra("serve"):
     import httpx2
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.node import VllmNode

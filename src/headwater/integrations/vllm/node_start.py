@@ -13,7 +13,7 @@ from headwater.build import open_pool
 from headwater.config.checks import is_loopback
 from headwater.config.environment import default_node
 from headwater.config.serve import require_node_key
-from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
@@ -26,11 +26,9 @@ from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hos
 from headwater.serve.sockets import address, listen, receive_on, setup
 from headwater.storage.base import Store
 
-try:
+with needs_extra("serve"):
     import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 
