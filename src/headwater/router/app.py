@@ -16,12 +16,12 @@ node is closed; errors have OpenAI's shape, whatever goes wrong.
 
 import asyncio
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.events import event_of
+from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
 from headwater.router.nodes import NameTaken, NodeRefused
@@ -30,10 +30,10 @@ from headwater.router.router import Router
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
-from headwater.serve.errors import ApiError
+from headwater.serve.errors import ApiError, PassedOn
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
-from headwater.serve.middleware import HEALTH, MODELS, application, prometheus, request_id, until_s
+from headwater.serve.middleware import application, prometheus, request_id, until_gone, until_s
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Routable, routable
 
@@ -44,9 +44,8 @@ with needs_extra("serve"):
     from starlette.routing import Route
     from starlette.types import Receive, Scope, Send
 
-_ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
-_METRICS, _STATE, _NODES, _DRAIN = "/metrics", "/state", "/pd/nodes", "/pd/drain"
-_PATHS: Final = (HEALTH, MODELS, _METRICS, _STATE, _NODES, _DRAIN, *_ENDPOINTS)
+_STATE: Final = "/state"
+_PATHS: Final = (HEALTH, MODELS, METRICS, _STATE, NODES, DRAIN, *ENDPOINTS)
 _STREAM: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _MAX_BEAT_BYTES: Final = 64 << 10
 
@@ -110,7 +109,7 @@ class Routed:
 
     async def _route(self, call: Call, client: Responder, receive: Receive) -> None:
         work = asyncio.create_task(self._face.router.route(call, client))
-        leaving = asyncio.create_task(_until_gone(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         stopping = asyncio.create_task(self._face.stopping.wait())
         try:
             await asyncio.wait({work, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -225,31 +224,26 @@ def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
     face, config = Face(router, limits), router.config
     routes = [
         Route(HEALTH, face.health),
-        Route(_METRICS, face.metrics),
+        Route(METRICS, face.metrics),
         Route(_STATE, face.state),
         Route(MODELS, face.models),
         Route(MODELS + "/{name:path}", face.model),
-        Route(_NODES, face.nodes, methods=["POST"]),
-        Route(_DRAIN, face.drain, methods=["POST"]),
-        *(Route(endpoint, Routed(face, endpoint), methods=["POST"]) for endpoint in _ENDPOINTS),
+        Route(NODES, face.nodes, methods=["POST"]),
+        Route(DRAIN, face.drain, methods=["POST"]),
+        *(Route(endpoint, Routed(face, endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
     ]
     app = application(
         routes,
         limits=limits,
         metrics=router.metrics,
         paths=_PATHS,
-        key_for=lambda path: config.api_key,
+        api_key=config.api_key,
         fleet=FleetGuard(Authenticator(config.node_key, ROUTER)),
     )
     return app, face
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _tell(client: Responder, error: ApiError) -> None:
@@ -262,18 +256,6 @@ async def _tell(client: Responder, error: ApiError) -> None:
 
 def _api_error(failure: NoAnswer) -> ApiError:
     if failure.document is not None:
-        return NodeError(failure.status, failure.document)
+        return PassedOn(failure.status, failure.document)
     headers = {"Retry-After": str(errors.RETRY_AFTER_S)} if failure.status == 503 else None
     return ApiError(failure.status, str(failure), kind="server_error", code=failure.code, headers=headers)
-
-
-class NodeError(ApiError):
-    """A node's own error, on its way to the client as it is."""
-
-    def __init__(self, status: int, document: Mapping[str, Any]) -> None:
-        super().__init__(status, "a node refused this request")
-        self._document = dict(document)
-
-    def document(self) -> dict[str, object]:
-        """The body."""
-        return self._document

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from headwater.disagg.events import event_of
-from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
+from headwater.disagg.headers import DECODE, FIRST_SECONDS, POOL_SECONDS, PREFILL
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
@@ -21,8 +21,6 @@ from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequ
 from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.whole import WholeNodeAnswer
 
-_PREFILL: Final = "/pd/prefill"
-_DECODE: Final = "/pd/decode"
 _LAST_WORDS: Final = {  # of a stream, by code, that say nothing against the node
     READ_TOO_SLOWLY: Trouble.REJECTED,
     NOT_FINITE: Trouble.NOT_FINITE,
@@ -48,7 +46,7 @@ class Asker:
     async def prefill(self, routed: RoutedRequest, slot: NodeSlot) -> dict[str, Any]:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
         with self._attempting(routed, slot, RoutePhase.PREFILL) as attempt:
-            async with self._relay.exchange(_node_call(routed, slot, _PREFILL, {})) as heard:
+            async with self._relay.exchange(_node_call(routed, slot, PREFILL, {})) as heard:
                 document = await heard.document()
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
@@ -75,7 +73,7 @@ class Asker:
         Before `routed.begun`, nothing has reached the client, and another may be asked.
         """
         phase = RoutePhase.MIXED if ticket is None else RoutePhase.DECODE
-        path, more = (routed.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
+        path, more = (routed.call.endpoint, None) if ticket is None else (DECODE, {"ticket": ticket})
         with self._attempting(routed, slot, phase) as attempt:
             async with self._relay.exchange(_node_call(routed, slot, path, more)) as heard:
                 if routed.call.stream:
@@ -203,5 +201,5 @@ def _node_call(routed: RoutedRequest, slot: NodeSlot, path: str, more: Mapping[s
         request_id=call.request_id,
         attempt=secrets.token_hex(8),
         timeout_s=call.until_s - asyncio.get_running_loop().time(),
-        stream=call.stream and path != _PREFILL,
+        stream=call.stream and path != PREFILL,
     )

@@ -24,7 +24,7 @@ from typing import Any, Final
 from headwater.core.errors import needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
-from headwater.disagg.headers import ATTEMPT, REQUEST_ID, TIMEOUT
+from headwater.disagg.headers import ATTEMPT, ATTEMPTS, REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import NotProven, node_called
 from headwater.disagg.signing import Peer
 from headwater.router.trouble import NO_ROOM, Trouble, Unanswered, judge, no_connection, too_large, untrusted, words
@@ -263,7 +263,7 @@ class Relay:
         try:
             async with asyncio.timeout(self._probe_s):
                 auth = self._peer(call.node, call.url).auth
-                found = await self._client(call.url).get(f"{call.url}/pd/attempts/{call.attempt}", auth=auth)
+                found = await self._client(call.url).get(f"{call.url}{ATTEMPTS}/{call.attempt}", auth=auth)
         except (TimeoutError, httpx2.HTTPError):
             return f"{silent}, nor when it was asked"
         except NotProven as error:

@@ -10,13 +10,12 @@ from typing import Final
 from urllib.parse import quote
 
 from headwater.core.errors import needs_extra
+from headwater.disagg.headers import FLEET
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Admitted, Authenticator, NotAdmitted
 from headwater.serve import errors
 
 with needs_extra("serve"):
     from starlette.types import Message, Receive, Scope
-
-_FLEET: Final = "/pd/"
 
 
 class FleetGuard:
@@ -33,7 +32,7 @@ class FleetGuard:
         try:
             if scope["path"] == HELLO_PATH:
                 return self._authenticator.admit_hello(headers.get(HELLO.encode()))
-            if scope["path"].startswith(_FLEET) or AUTH.encode() in headers:
+            if scope["path"].startswith(FLEET) or AUTH.encode() in headers:
                 return self._authenticator.admit(
                     headers.get(AUTH.encode()), method=scope["method"], target=_target(scope)
                 )

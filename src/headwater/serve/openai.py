@@ -40,10 +40,10 @@ class Api(ABC):
     default_max_tokens: ClassVar[int | None]  # None: as many as there is room for
 
     # The fields of a body that this API says in its own way; its prompts alone, whatever else it says. Raise ApiError.
-    fields: ClassVar[Callable[[Fields], dict[str, Any]]]
-    prompts: ClassVar[Callable[[Fields], tuple[Prompt, ...]]]
+    fields: Callable[[Fields], dict[str, Any]]
+    prompts: Callable[[Fields], tuple[Prompt, ...]]
     # Log-probabilities of tokens; None where there are none. The second argument says what a token is called.
-    logprobs: ClassVar[Callable[[Sequence["Likelihood"], NameToken], Document | None]]
+    logprobs: Callable[[Sequence["Likelihood"], NameToken], Document | None]
 
     def read(self, body: Fields) -> Asked:
         """Check a body; ApiError says which field is wrong."""

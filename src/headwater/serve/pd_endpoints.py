@@ -19,6 +19,7 @@ from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
 from headwater.core.role import Role
+from headwater.disagg.headers import DECODE, PREFILL
 from headwater.disagg.prompt import check_prompt
 from headwater.disagg.protocol import Ticket, decode
 from headwater.disagg.used import TicketUse, UsedTickets
@@ -37,10 +38,6 @@ with needs_extra("serve"):
     from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger("headwater")
-
-PREFILL: Final = "/pd/prefill"
-DECODE: Final = "/pd/decode"
-ATTEMPTS: Final = "/pd/attempts"
 
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
 _SEVERAL: Final = "tickets"  # of a body with several prompts, one for each

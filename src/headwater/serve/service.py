@@ -36,12 +36,12 @@ from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
-from headwater.serve.middleware import admission_of, request_id, timeout_s
+from headwater.serve.middleware import admission_of, request_id, timeout_s, until_gone
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
 from headwater.serve.reader_process import directory_digest
-from headwater.serve.readers import Readers, Spare
+from headwater.serve.readers import Readers
 from headwater.serve.reading import Envelope, Question, Reader
 from headwater.serve.transcript import Transcript
 
@@ -79,7 +79,7 @@ class Arrival:
 
 
 class Service:
-    """An engine and who is being answered. For the event loop's thread; `close` it there."""
+    """An engine and who is being answered. For the event loop's thread; close its `readers` there."""
 
     def __init__(self, running: Running, config: ServeConfig, limits: Limits | None = None, *, url: str = "") -> None:
         """`limits` of the door; None: as the config says. `url` is where routers find this node."""
@@ -106,7 +106,7 @@ class Service:
             "vocab_size": running.engine.model.vocab_size,
         }
         here = Reader(running.tokenizer, **reader)
-        self._readers = Readers(
+        self.readers: Final = Readers(
             {"question": here.question, "envelope": here.envelope},
             max_body_bytes=config.max_body_bytes,
             max_waiting=self.limits.max_unread,
@@ -114,14 +114,6 @@ class Service:
             digest=directory_digest(config.model),
             **reader,
         )
-
-    def start_readers(self, spares: list[Spare] | None = None) -> None:
-        """Have what reads large bodies ready before the first one comes. Does not wait for it. Takes spares, if any."""
-        self._readers.start(spares)
-
-    def close(self) -> None:
-        """Read no more. Blocks for a moment. Idempotent."""
-        self._readers.close()
 
     # --- in and out ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +195,7 @@ class Service:
         """Take no more requests: those that are not here yet, or not read, hear so at once."""
         self.stopping = True
         self.bodies.stop()
-        self._readers.stop()
+        self.readers.stop()
 
     def stop(self) -> None:
         """Cancel all answers, and take no more requests."""
@@ -232,7 +224,7 @@ class Service:
     async def read(self, arrival: Arrival, api: Api) -> Question:
         """What a client's body asks for. Raises ApiError; waits for the client."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes) as body:
-            question: Question = await self._readers.read(
+            question: Question = await self.readers.read(
                 "question", api.endpoint, body, num_bytes=len(body), until_s=arrival.until_s
             )
             return question
@@ -240,9 +232,7 @@ class Service:
     async def read_envelope(self, arrival: Arrival, more_bytes: int) -> Envelope:
         """The same, of a body in a router's envelope, which may have so many bytes more."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes + more_bytes) as body:
-            envelope: Envelope = await self._readers.read(
-                "envelope", body, num_bytes=len(body), until_s=arrival.until_s
-            )
+            envelope: Envelope = await self.readers.read("envelope", body, num_bytes=len(body), until_s=arrival.until_s)
             return envelope
 
     def submit(
@@ -341,6 +331,5 @@ def _require_few_logprobs(question: Question) -> None:
 
 
 async def _notice_leaving(http: Request, answer: Answer) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+    await until_gone(http.receive)
     answer.leave()

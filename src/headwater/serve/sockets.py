@@ -5,7 +5,8 @@ import json
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from headwater.core.errors import InvalidConfig, needs_extra
@@ -41,6 +42,28 @@ def setup(app: Any, connections: Connections) -> uvicorn.Config:
         proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
+
+
+class DoorServer(uvicorn.Server):
+    """Serves one application on sockets it is given. `run` blocks until a signal or `should_exit`."""
+
+    def __init__(self, app: Any, connections: Connections, announce: Callable[[], None] | None) -> None:
+        """`announce` is called when the server answers."""
+        super().__init__(setup(app, connections))
+        self._connections = connections
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        await super().startup(sockets)
+        receive_on(sockets, self._connections)
+        if self._announce is not None:
+            self._announce()
+
+    def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
+        """Run, and take the signal that ended it for what it is: a way to end."""
+        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
+            self.run(list(sockets))
 
 
 def receive_on(sockets: Sequence[socket.socket] | None, connections: Connections) -> None:

@@ -58,7 +58,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             )
 
             def announce() -> None:
-                service.start_readers(spares)
+                service.readers.start(spares)
                 keep_what_is_here()
                 if config.role is Role.MIXED:
                     say(f"{running.name} answers on {address(listener)}/v1")

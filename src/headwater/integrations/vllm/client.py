@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from headwater.core.errors import HeadwaterError, needs_extra
-from headwater.disagg.headers import REQUEST_ID
+from headwater.disagg.headers import ENDPOINTS, HEALTH, MODELS, REQUEST_ID
 from headwater.disagg.prompt_pages import TELL, read_pages
-from headwater.integrations.vllm.node_reading import ENDPOINTS
-from headwater.serve.middleware import HEALTH, MODELS
 
 with needs_extra("serve"):
     import httpx2

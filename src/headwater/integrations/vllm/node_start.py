@@ -5,7 +5,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -23,11 +22,10 @@ from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
-from headwater.serve.sockets import address, listen, receive_on, setup
+from headwater.serve.sockets import DoorServer, address, listen
 from headwater.storage.base import Store
 
 with needs_extra("serve"):
-    import uvicorn
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger("headwater")
@@ -76,8 +74,7 @@ def run(
             wait_s=wait_s,
             announce=lambda facts: say(f"{facts.model} is a {options.role} node on {address(listener)}, before vLLM"),
         )
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
-            server.run([listener])
+        server.serve_forever([listener])
         if server.failure is not None:
             raise server.failure
 
@@ -94,8 +91,8 @@ class _Later:
             await self.inner(scope, receive, send)
 
 
-class VllmServer(uvicorn.Server):
-    """Serves a node on sockets it is given. `run` blocks until a signal or `should_exit`."""
+class VllmServer(DoorServer):
+    """Serves a node before vLLM. It begins when vLLM answers."""
 
     def __init__(
         self,
@@ -108,10 +105,10 @@ class VllmServer(uvicorn.Server):
         fleet: FleetGuard,
         lease_s: float,
         wait_s: float,
-        limits: Limits | None = None,
-        announce: Callable[[Facts], None] | None = None,
+        limits: Limits,
+        announce: Callable[[Facts], None],
     ) -> None:
-        """`limits` of the door; None: as the options say. `announce` is called when it answers."""
+        """`limits` of the door. `announce` is called when it answers."""
         self.failure: InvalidConfig | None = None
         self._options = options
         self._pool = pool
@@ -121,16 +118,15 @@ class VllmServer(uvicorn.Server):
         self._fleet = fleet
         self._lease_s = lease_s
         self._wait_s = wait_s
-        self._announce = announce
         self._node: VllmNode | None = None
         self._vllm: Vllm | None = None
         self._beats: HeartbeatSender | None = None
         self._watching: asyncio.Task[None] | None = None
         self._app = _Later()
         self._metrics = Metrics()
-        self._limits = limits or Limits(request_timeout_s=options.request_timeout_s)
-        self._connections = Connections(self._limits, self._metrics)
-        super().__init__(setup(self._app, self._connections))
+        self._limits = limits
+        self._say = announce
+        super().__init__(self._app, Connections(limits, self._metrics), None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Find vLLM, join routers, begin to answer."""
@@ -143,9 +139,6 @@ class VllmServer(uvicorn.Server):
                 await self._vllm.aclose()
             return
         await super().startup(sockets)
-        receive_on(sockets, self._connections)
-        if self._announce is not None and self._node is not None:
-            self._announce(self._node.facts)
 
     async def _begin(self) -> None:
         self._vllm = vllm = Vllm(self._options.vllm, self._options.vllm_key)
@@ -161,6 +154,7 @@ class VllmServer(uvicorn.Server):
             self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
         )
         self._app.inner = node.app()
+        self._announce = lambda: self._say(facts)
         if self._routers:
             self._beats = HeartbeatSender(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
             await self._beats.join()
