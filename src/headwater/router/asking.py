@@ -18,7 +18,7 @@ from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
 from headwater.router.relay import NodeCall, Relay, RelayedAnswer
 from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequest, RoutePhase, with_usage
-from headwater.router.trouble import Trouble, Unanswered
+from headwater.router.trouble import Trouble, Unanswered, object_in
 from headwater.router.whole import WholeNodeAnswer
 
 _LAST_WORDS: Final = {  # of a stream, by code, that say nothing against the node
@@ -47,7 +47,9 @@ class Asker:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
         with self._attempting(routed, slot, RoutePhase.PREFILL) as attempt:
             async with self._relay.exchange(_node_call(routed, slot, PREFILL, {})) as heard:
-                document = await heard.document()
+                document = object_in(await heard.body())
+            if document is None:
+                raise Unanswered(Trouble.FAILED, f"{slot.name} sent no JSON object")
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
                 raise Unanswered(Trouble.FAILED, f"{slot.name} answered without a ticket")

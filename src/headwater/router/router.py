@@ -84,7 +84,6 @@ this router that it still works on}, 404 if no such node is there.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -103,8 +102,6 @@ from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, Rou
 from headwater.router.settings import RouterConfig
 from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.wait_line import WaitLine
-
-log: Final = logging.getLogger("headwater")
 
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked

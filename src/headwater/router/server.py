@@ -5,13 +5,13 @@ exchanges with nodes are closed, connections get a few seconds to close, then th
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from headwater.router.app import create_router_app
-from headwater.router.limits import router_limits
 from headwater.router.router import Router
+from headwater.router.settings import RouterConfig
 from headwater.serve.connections import Connections
-from headwater.serve.limits import Limits
+from headwater.serve.limits import LOOPBACK, MAX_CONNECTIONS, NUM_BODIES, Limits, hosts_for
 from headwater.serve.sockets import DoorServer
 
 
@@ -36,3 +36,19 @@ class RouterServer(DoorServer):
         await super().shutdown(sockets)
         await self._face.router.aclose()
         self._face.readers.close()
+
+
+def router_limits(
+    config: RouterConfig,
+    *,
+    bound: str = LOOPBACK,
+    max_connections: int | None = None,
+    allowed_hosts: Iterable[str] = (),
+) -> Limits:
+    """The limits of a router that is bound to that address."""
+    return Limits(
+        request_timeout_s=config.request_timeout_s,
+        max_connections=max_connections or MAX_CONNECTIONS,
+        bodies_bytes=NUM_BODIES * config.max_body_bytes,
+        hosts=hosts_for(bound, key=config.api_key, allowed=allowed_hosts),
+    )

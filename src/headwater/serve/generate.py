@@ -4,28 +4,28 @@ Invariant: a stream begins with the first piece of text, so what fails before it
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headwater.core.errors import needs_extra
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
-from headwater.serve.answer import Answer
+from headwater.serve.answer import Answer, Choice
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
-from headwater.serve.logprobs import token_id
-from headwater.serve.openai import Api, Head, token_counts, usage_document
+from headwater.serve.logprobs import NameToken, token_id
+from headwater.serve.openai import Api, Head, Said, dump, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
 from headwater.serve.transcript import TextPiece
-from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
 with needs_extra("serve"):
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
+MAX_ANSWER_BYTES: Final = 32 << 20  # of one in one piece; less than a router holds (`max_answer_bytes`)
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
@@ -128,6 +128,39 @@ class Reply:
 
     def _name(self, token: int) -> str:
         return token_id(token) if self._asked.tokens_as_ids else self._service.token_names(token)
+
+
+class WholeAnswer:
+    """An answer in one piece: its JSON is made while it comes, so that no part of the making takes long.
+
+    A token with twenty alternatives is a kilobyte of JSON, and an answer may have very many tokens: made at its end,
+    all at once, it would hold up everybody else for seconds. Made with each token it costs what a stream's events cost.
+
+    Invariant: it is no larger than its limit. It is given up when it grows beyond, not when it is complete.
+    """
+
+    def __init__(self, api: Api, head: Head, num_choices: int, *, max_bytes: int) -> None:
+        self._api = api
+        self._head = head
+        self._said = [Said() for _ in range(num_choices)]
+        self._left_bytes = max_bytes
+        self._max_bytes = max_bytes
+
+    def add(self, index: int, piece: TextPiece, name: NameToken) -> None:
+        """More of a choice; `name` says what a token is called. Raises ApiError if that is too much."""
+        told = self._api.logprobs(piece.likelihoods, name)
+        self._left_bytes -= self._said[index].add(piece.text, told)
+        if self._left_bytes < 0:
+            raise errors.answer_too_large(self._max_bytes)
+
+    def body(self, choices: Sequence[Choice], usage: dict[str, Any] | None) -> bytes:
+        """All of it, when every choice has ended."""
+        head = dump(self._head.document(self._api.whole, [])).removesuffix(b"]}")  # where the choices go
+        parts = [
+            self._api.whole_choice(one.index, said, one.finish_reason)
+            for one, said in zip(choices, self._said, strict=True)
+        ]
+        return b"%b%b],%b:%b}" % (head, b",".join(parts), dump("usage"), dump(usage))
 
 
 async def _send_event(send: Send, document: Mapping[str, Any]) -> None:

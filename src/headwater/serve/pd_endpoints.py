@@ -13,6 +13,8 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, needs_extra
@@ -83,7 +85,7 @@ class Prefill(_ForRouters):
         )
         with service.places(len(question.prompts)):
             answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
-            with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
+            with service.answering(arrival, answer), _logged(self.path, arrival, answer):
                 while await answer.next() is not None:
                     pass
                 document = _sent(answer, service.config.node_key)
@@ -120,7 +122,7 @@ class Decode(_ForRouters):
                 taken.append(ticket.nonce)
             with service.places(num_answers):
                 answer = service.submit(arrival, api, question, handoffs=handoffs)
-                with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
+                with service.answering(arrival, answer), _logged(self.path, arrival, answer):
                     await Reply(service, arrival, api, question.asked, answer).send(send)
         finally:
             if answer is None or not answer.begun:
@@ -157,27 +159,22 @@ class Decode(_ForRouters):
         return ticket
 
 
-class _LogLine:
+@contextmanager
+def _logged(path: str, arrival: Arrival, answer: Answer) -> Iterator[None]:
     """One line in the log for each request, whatever became of it."""
-
-    def __init__(self, path: str, arrival: Arrival, answer: Answer) -> None:
-        self._path = path
-        self._arrival = arrival
-        self._answer = answer
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
-        answer, usage = self._answer, self._answer.usage
-        error = answer.error or raised
-        end = "gone" if error is None and answer.finish_reason is None else answer.finish_reason or str(error)
+    raised: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        why, usage = answer.error or raised, answer.usage
+        end = "gone" if why is None and answer.finish_reason is None else answer.finish_reason or str(why)
         phases = {} if usage is None else phases_of(usage, answer.handoff)
         told = ", ".join(f"{name} {seconds:.4f}" for name, seconds in phases.items())
         level = logging.INFO if answer.error is None else logging.WARNING
-        log.log(
-            level, "%s %s attempt %s: %s (%s)", self._path, self._arrival.request_id, self._arrival.attempt, end, told
-        )
+        log.log(level, "%s %s attempt %s: %s (%s)", path, arrival.request_id, arrival.attempt, end, told)
 
 
 def _sent(answer: Answer, key: NodeKey) -> dict[str, Any]:

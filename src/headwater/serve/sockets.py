@@ -1,6 +1,7 @@
 """What both servers stand on: a listening socket, where it is found, a line to try, uvicorn. No engine, no torch."""
 
 import asyncio
+import gc
 import json
 import logging
 import math
@@ -111,3 +112,14 @@ def curl(url: str, model: str | None = None, *, with_key: bool) -> str:
     key = ' -H "Authorization: Bearer $HEADWATER_API_KEY"' if with_key else ""
     quoted = body.replace("'", "'\\''")
     return f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+
+
+def keep_what_is_here() -> None:
+    """Take all objects there are now out of the garbage collector's sight. Blocks, for a fraction of a second.
+
+    What a program has when it begins to answer, it has until it ends. With torch loaded that is 218,000 objects. A full
+    collection, which comes when enough was allocated, looks at all: 0.13 s in which no thread of the program goes on,
+    in the middle of somebody's answer. Without them: 4 ms.
+    """
+    gc.collect()
+    gc.freeze()

@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from headwater.config.environment import default_node
 from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
@@ -42,7 +43,7 @@ from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError, HandoffFailed, PassedOn
 from headwater.serve.fleet_guard import FleetGuard
-from headwater.serve.limits import Limits
+from headwater.serve.limits import MAX_CONNECTIONS, Limits
 from headwater.serve.middleware import application, prometheus, request_id, until_s
 from headwater.serve.pool_probes import PoolProbes
 from headwater.serve.readers import Readers
@@ -65,9 +66,18 @@ class NodeOptions:
 
     vllm: str  # http://HOST:PORT
     role: Role
+    node: str = field(default_factory=default_node)  # what it is called: as vLLM's connector is in the residency index
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    advertise: str | None = None  # where routers find it; None: where it listens
+    routers: tuple[str, ...] = ()  # who is told that it is here
+    lease_s: float = 6.0  # that routers believe a heartbeat
+    wait_s: float = 600.0  # for vLLM, at the start
     node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
     vllm_key: str | None = field(default=None, repr=False)  # what we show vLLM
     max_requests: int = 256  # at a time; one with several prompts or choices counts as so many
+    max_connections: int = MAX_CONNECTIONS
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` that it answers to, besides its own
     request_timeout_s: float = 600.0
     pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
 

@@ -1,16 +1,14 @@
 """From options to a node in front of a vLLM server: the socket, vLLM, the pool, heartbeats; until a signal ends it."""
 
 import asyncio
-import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
 from headwater.build import open_pool
 from headwater.config.checks import is_loopback
-from headwater.config.environment import default_node
 from headwater.config.serve import require_node_key
 from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
@@ -21,57 +19,33 @@ from headwater.metrics import Metrics
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.heartbeats import HeartbeatSender
-from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
+from headwater.serve.limits import Limits, fit_connections, hosts_for
 from headwater.serve.sockets import DoorServer, address, listen
 from headwater.storage.base import Store
 
 with needs_extra("serve"):
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-log = logging.getLogger("headwater")
-
 _LOOK_S: Final = 0.5  # between looks whether vLLM is there yet
 _FIRST_S: Final = 120.0  # for vLLM's first answer
 
 
-def run(
-    options: NodeOptions,
-    *,
-    pool: str,
-    host: str,
-    port: int,
-    routers: Sequence[str],
-    node: str | None,
-    advertise: str | None,
-    lease_s: float,
-    wait_s: float,
-    max_connections: int = MAX_CONNECTIONS,
-    allowed_hosts: Sequence[str] = (),
-    say: Callable[[str], None],
-) -> None:
-    """Answer routers until a signal ends it. Blocks. Waits `wait_s` for vLLM to be there. Raises InvalidConfig."""
-    name = node or default_node()
-    require_node_key(options.node_key, host, *routers, *(() if advertise is None else (advertise,)))
-    with listen(host, port) as listener, open_pool(pool) as store:
-        url = advertise or address(listener)
-        named = (*allowed_hosts, *(() if advertise is None else (urlsplit(advertise).hostname or "",)))
+def run(options: NodeOptions, pool: str, *, say: Callable[[str], None]) -> None:
+    """Answer routers until a signal ends it. Blocks. `pool` is the address of vLLM's. Raises InvalidConfig."""
+    advertise = options.advertise
+    require_node_key(options.node_key, options.host, *options.routers, *(() if advertise is None else (advertise,)))
+    with listen(options.host, options.port) as listener, open_pool(pool) as store:
+        named = (*options.allowed_hosts, *(() if advertise is None else (urlsplit(advertise).hostname or "",)))
         limits = Limits(
             request_timeout_s=options.request_timeout_s,
-            max_connections=fit_connections(max_connections, other_files=options.max_requests),
+            max_connections=fit_connections(options.max_connections, other_files=options.max_requests),
             hosts=hosts_for(listener.getsockname()[0], key=None, allowed=named),
         )
         server = VllmServer(
             options,
             store,
+            url=advertise or address(listener),
             limits=limits,
-            url=url,
-            routers=routers,
-            name=name,
-            fleet=FleetGuard(
-                Authenticator(options.node_key, node_called(name, url)), members_only=not is_loopback(host)
-            ),
-            lease_s=lease_s,
-            wait_s=wait_s,
             announce=lambda facts: say(f"{facts.model} is a {options.role} node on {address(listener)}, before vLLM"),
         )
         server.serve_forever([listener])
@@ -100,24 +74,17 @@ class VllmServer(DoorServer):
         pool: Store,
         *,
         url: str,
-        routers: Sequence[str],
-        name: str,
-        fleet: FleetGuard,
-        lease_s: float,
-        wait_s: float,
         limits: Limits,
         announce: Callable[[Facts], None],
     ) -> None:
-        """`limits` of the door. `announce` is called when it answers."""
+        """`url` is where routers find it, `limits` are the door's. `announce` is called when it answers."""
         self.failure: InvalidConfig | None = None
         self._options = options
         self._pool = pool
         self._url = url
-        self._routers = routers
-        self._name = name
-        self._fleet = fleet
-        self._lease_s = lease_s
-        self._wait_s = wait_s
+        self._fleet = FleetGuard(
+            Authenticator(options.node_key, node_called(options.node, url)), members_only=not is_loopback(options.host)
+        )
         self._node: VllmNode | None = None
         self._vllm: Vllm | None = None
         self._beats: HeartbeatSender | None = None
@@ -142,21 +109,22 @@ class VllmServer(DoorServer):
 
     async def _begin(self) -> None:
         self._vllm = vllm = Vllm(self._options.vllm, self._options.vllm_key)
-        until_s = time.monotonic() + self._wait_s
+        options = self._options
+        until_s = time.monotonic() + options.wait_s
         while not await vllm.is_well():
             if time.monotonic() > until_s or self.should_exit:
                 raise VllmGone(
-                    f"no vLLM answers at {self._options.vllm} after {self._wait_s:g} s: start it, or mend the address"
+                    f"no vLLM answers at {options.vllm} after {options.wait_s:g} s: start it, or mend the address"
                 )
             await asyncio.sleep(_LOOK_S)
         facts = await vllm.facts(_FIRST_S)
         self._node = node = VllmNode(
-            self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
+            options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
         )
         self._app.inner = node.app()
         self._announce = lambda: self._say(facts)
-        if self._routers:
-            self._beats = HeartbeatSender(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
+        if options.routers:
+            self._beats = HeartbeatSender(options.routers, self._beat, lease_s=options.lease_s, key=options.node_key)
             await self._beats.join()
         self._watching = asyncio.create_task(node.watch())
 
@@ -166,7 +134,7 @@ class VllmServer(DoorServer):
             raise InvalidConfig("the node has not begun")
         facts, free = node.facts, node.num_free
         return Heartbeat(
-            node=self._name,
+            node=self._options.node,
             url=self._url,
             role=self._options.role,
             model=facts.model,
