@@ -11,9 +11,9 @@ from headwater.core.version import __version__
 
 if TYPE_CHECKING:
     from headwater.attention_store import AttentionStore
-    from headwater.build import CacheTiers, open_local, open_pool, open_tiered_cache
+    from headwater.build import open_local, open_pool, open_tiered_cache
     from headwater.cache.cache import TieredCache
-    from headwater.config.stores import LocalStoreConfig
+    from headwater.config.stores import CacheTiers, LocalStoreConfig
     from headwater.core.errors import HeadwaterError, InvalidInput, StoreError
     from headwater.core.identity import CacheIdentity, config_digest
     from headwater.core.keys import block_keys
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ROOMS: Final = {
     "AttentionStore": "attention_store",
     "CacheIdentity": "core.identity",
-    "CacheTiers": "build",
+    "CacheTiers": "config.stores",
     "DType": "layout.spec",
     "Deadline": "storage.base",
     "HeadwaterError": "core.errors",

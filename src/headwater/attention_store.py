@@ -26,6 +26,7 @@ from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import MoveListener, Removed, Stored
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, Extra, Tokens, as_tokens, block_keys
+from headwater.core.results import Reason
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -33,14 +34,14 @@ from headwater.residency.events import TIERS
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.rows import Rows
-from headwater.transfer.executor.sliced import Reached, Why
+from headwater.transfer.executor.sliced import Reached
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.worker import Worker
 
 _TIER: Final = "pool"  # what the store is called, in events and counters
 _SHARE: Final = 4  # a slice takes at most one of so many parts of the pages: two are in use, and others come too
 _THREADS: Final = 4  # that call the store, and as many more for those that hang
-_INDEX_ONLY: Final = Reached(0, Why.INDEX_ONLY, "no data is moved")
+_INDEX_ONLY: Final = Reached(0, Reason.INDEX_ONLY, "no data is moved")
 
 
 class AttentionStore:

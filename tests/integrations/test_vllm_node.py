@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -22,7 +23,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from fleet_kit import KEY, Signed
-from headwater.core.errors import InvalidInput
+from headwater.build import open_local
+from headwater.config.stores import LocalStoreConfig
+from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
@@ -34,16 +37,18 @@ from headwater.disagg.vllm_ticket import VllmTicket, body_digest
 from headwater.integrations.vllm import node_reading as vllm_reading
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
 from headwater.integrations.vllm.node import NodeOptions, VllmNode
+from headwater.integrations.vllm.node_start import VllmServer, run
 from headwater.metrics import Metrics
 from headwater.serve.body import parse
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
-from headwater.serve.sockets import setup
+from headwater.serve.sockets import address, listen, setup
 from headwater.storage.base import Deadline
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import SamplePage, items, sample_chain
 from headwater.testing.stores import soon
+from worker_kit import wait_until
 
 WHO = node_called("node", "http://node")
 IDENTITY = CacheIdentity(model="m", weights=bytes(32), config=bytes(32), layout=bytes(32), block_tokens=16)
@@ -596,3 +601,33 @@ def test_a_prefill_takes_a_place_for_each_prompt() -> None:
     assert vllm_reading.prefill(asked).num_answers == 3
     assert vllm_reading.decode(asked).num_answers == 12
     assert vllm_reading.plain(json.dumps(body).encode()).num_answers == 12
+
+
+def test_a_node_begins_when_vllm_answers(stand: Stand) -> None:
+    said: list[Facts] = []
+    with listen("127.0.0.1", 0) as listener, MemoryStore(1 << 20) as pool:
+        options = NodeOptions(vllm=stand.url, role=Role.DECODE, node_key=KEY, node="one")
+        server = VllmServer(options, pool, url=address(listener), limits=Limits(), announce=said.append)
+        thread = threading.Thread(target=server.serve_forever, args=([listener],))
+        thread.start()
+        try:
+            wait_until(lambda: bool(said))
+            assert said == [FACTS]
+            assert httpx2.get(f"{address(listener)}/health").json() == {"status": "ok", "requests": 0}
+        finally:
+            server.should_exit = True
+            thread.join(30)
+        assert server.failure is None
+
+
+def test_a_node_does_not_begin_without_vllm(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as nobody:
+        url = address(nobody)
+    said: list[str] = []
+    options = NodeOptions(vllm=url, role=Role.DECODE, node_key=KEY, wait_s=0.01)
+    with (
+        open_local(LocalStoreConfig(directory=tmp_path / "pool", limit_bytes=8 << 20)),  # small; others join it
+        pytest.raises(InvalidConfig, match="no vLLM answers at"),
+    ):
+        run(options, f"local:{tmp_path / 'pool'}", say=said.append)
+    assert not said

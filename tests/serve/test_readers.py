@@ -47,7 +47,7 @@ def stopped_reader(served: Served) -> Iterator[list[int]]:
 
 def num_waiting(served: Served) -> int:
     """Large bodies that wait for their turn."""
-    return len(served.server._service._readers._lanes[0]._turns._waiting)
+    return len(served.server._service.readers._lanes[0]._turns._waiting)
 
 
 def send_large(served: Served, connection: socket.socket) -> None:

@@ -33,9 +33,10 @@ from headwater.engine.request import Output, Request, Sampling
 from headwater.integrations.vllm.settings import read_config
 from headwater.lab.campaigns.virtual import ROOT, path_keys
 from headwater.lab.replay.events import replay_events
+from headwater.lab.replay.recording import Heard, _Reader, read
 from headwater.metrics import Metrics
 from headwater.storage import recording
-from headwater.storage.recording import Began, FileRecorder, Heard, RecordingEnded, read
+from headwater.storage.recording import Began, FileRecorder, RecordingEnded
 from headwater.testing.clock import FakeClock
 from test_vllm_sides import engine_of, prompts, run
 from vllm_kit import FakeRequest
@@ -306,7 +307,7 @@ def test_every_event_survives_its_line(heard: list[ev.Event], steps: list[int]) 
     for end in range(len(keys)):
         heard.append(ev.Filled(now_s=0.0, request="a", keys=tuple(keys[end // 2 : end])))
         heard.append(ev.Filled(now_s=0.0, request="a", keys=tuple(keys[:end])))
-    out, back = recording._RecordingLines(), recording._Reader()
+    out, back = recording._RecordingLines(), _Reader()
     for event in heard:
         for raw, wanted in (
             ((event, (), ""), Heard(event, encoding.fingerprint(()))),

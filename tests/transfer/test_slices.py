@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
 from headwater.core.page import PageName
-from headwater.core.results import Status
+from headwater.core.results import Reason, Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import header_bytes
 from headwater.metrics import Metrics
@@ -24,7 +24,7 @@ from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.caller import Caller
 from headwater.transfer.executor.rows import Rows
-from headwater.transfer.executor.sliced import Reached, Why
+from headwater.transfer.executor.sliced import Reached
 from headwater.transfer.executor.tier import Naming
 from headwater.transfer.executor.worker import Worker
 from worker_kit import LAYOUT, PATIENCE_S, TENANT, key, keys, wait_until
@@ -193,19 +193,25 @@ FAST: tuple[float, str, int] = (0.0, "ok", 0)
 @pytest.mark.parametrize(
     ("num_blocks", "start", "script", "reached", "why", "puts"),
     [
-        pytest.param(6, 0, [], 6, Why.WHOLE, [[0, 1, 2], [3, 4, 5]], id="exact slices"),
-        pytest.param(8, 0, [], 8, Why.WHOLE, [[0, 1, 2], [3, 4, 5], [6, 7]], id="odd tail"),
-        pytest.param(2, 0, [], 2, Why.WHOLE, [[0, 1]], id="less than a slice"),
-        pytest.param(0, 0, [], 0, Why.WHOLE, [], id="empty list"),
-        pytest.param(5, 4, [], 5, Why.WHOLE, [[4, 5, 6], [7, 8]], id="start offset"),
-        pytest.param(9, 0, [FAST, (0.0, "fails", 1)], 4, Why.INCOMPLETE, [[0, 1, 2], [3, 4, 5]], id="incomplete slice"),
-        pytest.param(9, 2, [(0.0, "fails", 0)], 0, Why.INCOMPLETE, [[2, 3, 4]], id="nothing of the first"),
-        pytest.param(9, 0, [FAST, (2.0, "ok", 0)], 4, Why.SLICE_TIMEOUT, [[0, 1, 2], [3, 4, 5]], id="slice timeout"),
+        pytest.param(6, 0, [], 6, Reason.WHOLE, [[0, 1, 2], [3, 4, 5]], id="exact slices"),
+        pytest.param(8, 0, [], 8, Reason.WHOLE, [[0, 1, 2], [3, 4, 5], [6, 7]], id="odd tail"),
+        pytest.param(2, 0, [], 2, Reason.WHOLE, [[0, 1]], id="less than a slice"),
+        pytest.param(0, 0, [], 0, Reason.WHOLE, [], id="empty list"),
+        pytest.param(5, 4, [], 5, Reason.WHOLE, [[4, 5, 6], [7, 8]], id="start offset"),
         pytest.param(
-            9, 0, [(1.2, "ok", 0)] * 3, 8, Why.TOTAL_TIMEOUT, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], id="total timeout"
+            9, 0, [FAST, (0.0, "fails", 1)], 4, Reason.INCOMPLETE, [[0, 1, 2], [3, 4, 5]], id="incomplete slice"
         ),
-        pytest.param(9, 0, [FAST, (0.0, "raises", 2)], 3, Why.ERROR, [[0, 1, 2], [3, 4, 5]], id="exception in slice 1"),
-        pytest.param(9, 0, [(99.0, "blocks", 0)], 0, Why.TOTAL_TIMEOUT, [[0, 1, 2]], id="a store that keeps no time"),
+        pytest.param(9, 2, [(0.0, "fails", 0)], 0, Reason.INCOMPLETE, [[2, 3, 4]], id="nothing of the first"),
+        pytest.param(9, 0, [FAST, (2.0, "ok", 0)], 4, Reason.SLICE_TIMEOUT, [[0, 1, 2], [3, 4, 5]], id="slice timeout"),
+        pytest.param(
+            9, 0, [(1.2, "ok", 0)] * 3, 8, Reason.TOTAL_TIMEOUT, [[0, 1, 2], [3, 4, 5], [6, 7, 8]], id="total timeout"
+        ),
+        pytest.param(
+            9, 0, [FAST, (0.0, "raises", 2)], 3, Reason.FAILED, [[0, 1, 2], [3, 4, 5]], id="exception in slice 1"
+        ),
+        pytest.param(
+            9, 0, [(99.0, "blocks", 0)], 0, Reason.TOTAL_TIMEOUT, [[0, 1, 2]], id="a store that keeps no time"
+        ),
     ],
 )
 def test_sliced_writes(
@@ -214,7 +220,7 @@ def test_sliced_writes(
     start: int,
     script: list[tuple[float, str, int]],
     reached: int,
-    why: Why,
+    why: Reason,
     puts: list[list[int]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -226,7 +232,7 @@ def test_sliced_writes(
     assert (found.num_blocks, found.why) == (reached, why)
     assert store.calls == puts
     records = [record for record in caplog.records if record.name == "headwater"]
-    assert [record.levelname for record in records] == ["DEBUG" if why is Why.WHOLE else "WARNING"]
+    assert [record.levelname for record in records] == ["DEBUG" if why is Reason.WHOLE else "WARNING"]
     assert records[0].message.startswith(
         f"write of {num_blocks} blocks from block {start} on, store pool: {reached} done, {why.value}"
     )
@@ -249,7 +255,7 @@ def test_a_slice_has_its_own_time_or_what_is_left_of_the_total(rig: Callable[...
 def test_a_timeout_of_the_call_is_the_total(rig: Callable[..., Rig]) -> None:
     clock = FakeClock()
     one = rig(Scripted(clock, [(1.0, "ok", 0)] * 9), clock=clock, slice_blocks=1)
-    assert one.write(9, timeout_s=2.5) == Reached(2, Why.TOTAL_TIMEOUT, "block 2: late")
+    assert one.write(9, timeout_s=2.5) == Reached(2, Reason.TOTAL_TIMEOUT, "block 2: late")
     for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidInput, match="a timeout is a positive number of seconds"):
             one.write(1, timeout_s=timeout_s)
@@ -262,26 +268,26 @@ def test_pieces_of_a_slice_share_its_time_and_its_end(rig: Callable[..., Rig]) -
     clock = FakeClock()
     store = Scripted(clock, [(0.5, "ok", 0)] * 6)
     one = rig(store, clock=clock, num_pages=8, slice_blocks=5, slice_timeout_s=4.0, total_timeout_s=99.0)
-    assert one.write(10).why is Why.WHOLE
+    assert one.write(10).why is Reason.WHOLE
     assert store.calls == [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9]]
     assert store.left_s == [4.0, 3.0, 2.0, 4.0, 3.0, 2.0]
 
 
 def test_a_single_page_is_enough(rig: Callable[..., Rig]) -> None:
     one = rig(MemoryStore(4 << 20), num_pages=1, slice_blocks=3)
-    assert one.write(7) == Reached(7, Why.WHOLE)
-    assert one.read(7) == Reached(7, Why.WHOLE)
+    assert one.write(7) == Reached(7, Reason.WHOLE)
+    assert one.read(7) == Reached(7, Reason.WHOLE)
     assert one.arrived(7)
 
 
 def test_what_is_there_already_counts_and_a_missing_prefix_does_not(rig: Callable[..., Rig]) -> None:
     one = rig(MemoryStore(4 << 20), slice_blocks=2)
-    assert one.write(3, start=4) == Reached(0, Why.INCOMPLETE, "block 4: no_parent")
-    assert one.write(4).why is Why.WHOLE
+    assert one.write(3, start=4) == Reached(0, Reason.INCOMPLETE, "block 4: no_parent")
+    assert one.write(4).why is Reason.WHOLE
     moved = one.metrics.value("moved_bytes_total")
-    assert one.write(7) == Reached(7, Why.WHOLE)
+    assert one.write(7) == Reached(7, Reason.WHOLE)
     assert one.metrics.value("moved_bytes_total") == moved + 3 * NAMING.frame_bytes
-    assert one.read(3, start=4) == Reached(3, Why.WHOLE)
+    assert one.read(3, start=4) == Reached(3, Reason.WHOLE)
     assert one.arrived(3, start=4)
 
 
@@ -319,7 +325,7 @@ def test_the_next_piece_is_gathered_and_sealed_while_one_is_put_and_put_after_it
             wait_until(lambda: _sealed(one.staging, range(blocks[-1] + 1, blocks[-1] + 4)))
 
     store.during = next_is_sealed
-    assert one.write(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
     assert store.notes == [(what, at) for at in (0, 3, 6) for what in ("begin", "end")]
 
 
@@ -331,7 +337,7 @@ def _sealed(staging: BytesStaging, slots: Sequence[int]) -> bool:
 def test_the_next_piece_is_on_its_way_while_one_is_scattered(rig: Callable[..., Rig]) -> None:
     store = Watching()
     one = rig(store, piece_blocks=3)
-    assert one.write(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
 
     def next_was_asked(slot: int, page: int) -> None:
         block = slot - 32
@@ -339,7 +345,7 @@ def test_the_next_piece_is_on_its_way_while_one_is_scattered(rig: Callable[..., 
             wait_until(lambda: len(store.asked) > block // 3 + 1)
 
     one.staging.on_scatter = next_was_asked
-    assert one.read(9) == Reached(9, Why.WHOLE)
+    assert one.read(9) == Reached(9, Reason.WHOLE)
     assert store.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert one.arrived(9)
 
@@ -355,31 +361,31 @@ def test_a_put_that_hangs_costs_its_deadline_and_keeps_its_pages(
     hanging.hang("put", times=1)
     caplog.clear()
     deadline_s = time.monotonic() + 0.2
-    assert one.write(6) == Reached(0, Why.SLICE_TIMEOUT, HUNG)
+    assert one.write(6) == Reached(0, Reason.SLICE_TIMEOUT, HUNG)
     assert time.monotonic() <= deadline_s + SLACK_S
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert one.worker.num_held_pages == 3
     quarantined = {page for _, page in one.staging.gathered[:3]}
     one.staging.touched.clear()
     for _ in range(10):  # everybody else goes on, with other pages
-        assert one.write(6).why is Why.WHOLE
-        assert one.read(6).why is Why.WHOLE
+        assert one.write(6).why is Reason.WHOLE
+        assert one.read(6).why is Reason.WHOLE
     assert quarantined.isdisjoint(one.staging.touched)
     assert one.worker.num_held_pages == 3
     hanging.release()
     wait_until(lambda: one.worker.num_held_pages == 0)
     for _ in range(10):
-        assert one.read(6).why is Why.WHOLE
+        assert one.read(6).why is Reason.WHOLE
     assert quarantined & set(one.staging.touched)  # in use again
 
 
 def test_a_get_that_hangs_costs_its_deadline_and_hits_nobody(rig: Callable[..., Rig]) -> None:
     hanging = HangingStore(MemoryStore(4 << 20))
     one = rig(hanging, num_pages=16, slice_blocks=3, slice_timeout_s=5.0, total_timeout_s=5.0)
-    assert one.write(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
     hanging.hang("get_into", times=1)
     deadline_s = time.monotonic() + 0.2
-    assert one.read(6, timeout_s=0.2).why is Why.TOTAL_TIMEOUT
+    assert one.read(6, timeout_s=0.2).why is Reason.TOTAL_TIMEOUT
     assert time.monotonic() <= deadline_s + SLACK_S
     assert one.arrived(0)
     assert one.worker.num_held_pages == 3
@@ -388,7 +394,7 @@ def test_a_get_that_hangs_costs_its_deadline_and_hits_nobody(rig: Callable[..., 
     wait_until(lambda: one.worker.num_held_pages == 0)
     assert (one.staging.pages != before).any()  # the late bytes came, into pages that nobody had
     assert one.arrived(0)
-    assert one.read(9).why is Why.WHOLE
+    assert one.read(9).why is Reason.WHOLE
     assert one.arrived(9)
 
 
@@ -397,7 +403,7 @@ def test_a_hang_in_the_second_slice_keeps_the_first(rig: Callable[..., Rig]) -> 
     hanging = HangingStore(store)
     store.during = lambda blocks: hanging.hang("put", times=1)  # the next one
     one = rig(hanging, slice_blocks=3, slice_timeout_s=0.1)
-    assert one.write(9) == Reached(3, Why.SLICE_TIMEOUT, HUNG)
+    assert one.write(9) == Reached(3, Reason.SLICE_TIMEOUT, HUNG)
     assert one.worker.num_held_pages == 3
 
 
@@ -409,11 +415,11 @@ def test_the_device_may_raise(rig: Callable[..., Rig]) -> None:
             raise RuntimeError(f"slot {slot}")
 
     one.staging.on_gather = raises
-    assert one.write(9) == Reached(6, Why.ERROR, "RuntimeError: slot 7")
+    assert one.write(9) == Reached(6, Reason.FAILED, "RuntimeError: slot 7")
     one.staging.on_gather = None
-    assert one.write(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
     one.staging.on_scatter = raises
-    assert one.read(9) == Reached(6, Why.ERROR, "RuntimeError: slot 39")
+    assert one.read(9) == Reached(6, Reason.FAILED, "RuntimeError: slot 39")
 
 
 def test_an_error_ahead_is_not_the_answer_if_what_is_before_it_failed(rig: Callable[..., Rig]) -> None:
@@ -425,7 +431,7 @@ def test_an_error_ahead_is_not_the_answer_if_what_is_before_it_failed(rig: Calla
             raise RuntimeError("too early to say")
 
     one.staging.on_gather = raises
-    assert one.write(9) == Reached(1, Why.INCOMPLETE, "block 1: no_room")
+    assert one.write(9) == Reached(1, Reason.INCOMPLETE, "block 1: no_room")
 
 
 def test_who_is_cancelled_keeps_what_is_there(rig: Callable[..., Rig]) -> None:
@@ -433,48 +439,48 @@ def test_who_is_cancelled_keeps_what_is_there(rig: Callable[..., Rig]) -> None:
     one = rig(store, slice_blocks=2)
     stop = threading.Event()
     store.during = lambda blocks: stop.set() if blocks[0] == 2 else None
-    assert one.write(10, stopped=stop.is_set).why is Why.CANCELLED
+    assert one.write(10, stopped=stop.is_set).why is Reason.CANCELLED
     num_written = one.write(0).num_blocks + len(store.names())
     assert num_written in (4, 6)  # the piece that was ready when it was cancelled may go, or not
-    assert one.read(10, stopped=stop.is_set) == Reached(0, Why.CANCELLED, "nobody wants the rest")
+    assert one.read(10, stopped=stop.is_set) == Reached(0, Reason.CANCELLED, "nobody wants the rest")
     assert one.worker.close()
-    assert one.write(3).why is Why.CANCELLED
-    assert one.read(3).why is Why.CANCELLED
+    assert one.write(3).why is Reason.CANCELLED
+    assert one.read(3).why is Reason.CANCELLED
 
 
 def test_a_store_that_is_left_alone_costs_nothing(rig: Callable[..., Rig]) -> None:
     clock = FakeClock()
     hanging = HangingStore(MemoryStore(4 << 20, clock=clock))
     one = rig(hanging, clock=clock, slice_blocks=2, breaker={"breaker_failures": 2, "breaker_pause_s": 5.0})
-    assert one.write(6).why is Why.WHOLE
+    assert one.write(6).why is Reason.WHOLE
     hanging.dead = True
-    assert [one.write(6).why, one.read(6).why] == [Why.ERROR] * 2
+    assert [one.write(6).why, one.read(6).why] == [Reason.FAILED] * 2
     num_asked, num_gathered = hanging.num_asked(), len(one.staging.gathered)
-    assert [one.write(6).why, one.read(6).why] == [Why.STORE_DOWN] * 2
+    assert [one.write(6).why, one.read(6).why] == [Reason.DOWN] * 2
     assert hanging.num_asked() == num_asked
     assert len(one.staging.gathered) == num_gathered
     clock.advance(5.0)
-    assert [one.read(6).why, one.write(6).why, one.read(6).why] == [Why.ERROR, Why.STORE_DOWN, Why.STORE_DOWN]
+    assert [one.read(6).why, one.write(6).why, one.read(6).why] == [Reason.FAILED, Reason.DOWN, Reason.DOWN]
     assert hanging.num_asked() == num_asked + 1  # the probe
     hanging.dead = False
     clock.advance(10.0)
-    assert one.write(6) == Reached(6, Why.WHOLE)  # its first slice is the probe; the others follow
-    assert one.read(6) == Reached(6, Why.WHOLE)
+    assert one.write(6) == Reached(6, Reason.WHOLE)  # its first slice is the probe; the others follow
+    assert one.read(6) == Reached(6, Reason.WHOLE)
 
 
 def test_nobody_waits_for_pages_that_stuck_calls_keep(rig: Callable[..., Rig]) -> None:
     hanging = HangingStore(MemoryStore(4 << 20))
     one = rig(hanging, num_pages=2, slice_blocks=2, slice_timeout_s=20.0, total_timeout_s=20.0)
     hanging.hang("put")
-    assert one.write(2, timeout_s=0.05).why is Why.TOTAL_TIMEOUT
-    assert one.write(2) == Reached(0, Why.STORE_DOWN, "the pool's calls keep all pages")
-    assert one.read(1) == Reached(0, Why.INCOMPLETE, "block 0: miss")  # a page is kept for reads
+    assert one.write(2, timeout_s=0.05).why is Reason.TOTAL_TIMEOUT
+    assert one.write(2) == Reached(0, Reason.DOWN, "the pool's calls keep all pages")
+    assert one.read(1) == Reached(0, Reason.INCOMPLETE, "block 0: miss")  # a page is kept for reads
 
 
 def test_many_threads_with_few_pages(rig: Callable[..., Rig]) -> None:
     one = rig(MemoryStore(4 << 20), num_pages=6, slice_blocks=4)
     found: list[Reached] = []
-    assert one.write(12).why is Why.WHOLE
+    assert one.write(12).why is Reason.WHOLE
 
     def work(start: int) -> None:
         for _ in range(15):
@@ -486,7 +492,7 @@ def test_many_threads_with_few_pages(rig: Callable[..., Rig]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {reached.why for reached in found} == {Why.WHOLE}
+    assert {reached.why for reached in found} == {Reason.WHOLE}
     assert len(found) == 180
     assert one.arrived(12)
 
@@ -498,19 +504,19 @@ def test_a_read_ends_before_what_is_missing_or_bad_and_removes_it(rig: Callable[
     clock = FakeClock()
     store = Scripted(clock)
     one = rig(store, clock=clock, slice_blocks=3)
-    assert one.write(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
     name = NAMING.name(key(1, 4))
     good = store.frames[name]
     store.frames[name] = good[:-1] + bytes([good[-1] ^ 1])
-    assert one.read(9) == Reached(4, Why.INCOMPLETE, "block 4: corrupt")
+    assert one.read(9) == Reached(4, Reason.INCOMPLETE, "block 4: corrupt")
     assert one.arrived(4)
     assert name not in store.frames  # by force (rule 8)
     assert one.metrics.value("bad_pages_total", fault="corrupt") == 1
-    assert one.read(9) == Reached(4, Why.INCOMPLETE, "block 4: miss")
+    assert one.read(9) == Reached(4, Reason.INCOMPLETE, "block 4: miss")
     store.frames[name] = store.frames[NAMING.name(key(1, 5))]  # another page's bytes
-    assert one.read(9) == Reached(4, Why.INCOMPLETE, "block 4: foreign")
-    assert one.write(5, start=4).why is Why.WHOLE
-    assert one.read(9) == Reached(9, Why.WHOLE)
+    assert one.read(9) == Reached(4, Reason.INCOMPLETE, "block 4: foreign")
+    assert one.write(5, start=4).why is Reason.WHOLE
+    assert one.read(9) == Reached(9, Reason.WHOLE)
 
 
 def test_a_tier_that_gives_nothing_but_bad_pages_is_switched_off(rig: Callable[..., Rig]) -> None:
@@ -518,17 +524,17 @@ def test_a_tier_that_gives_nothing_but_bad_pages_is_switched_off(rig: Callable[.
     store = Scripted(clock)
     one = rig(store, clock=clock)
     for _ in range(8):
-        assert one.write(9).why is Why.WHOLE
+        assert one.write(9).why is Reason.WHOLE
         for name in store.frames:
             store.frames[name] = bytes(len(store.frames[name]))
-        assert one.read(9).why is Why.INCOMPLETE
+        assert one.read(9).why is Reason.INCOMPLETE
     num_calls = len(store.calls)
-    assert one.read(9) == Reached(0, Why.STORE_DOWN, "pool is off: nothing but bad pages came from it")
+    assert one.read(9) == Reached(0, Reason.DOWN, "pool is off: nothing but bad pages came from it")
     assert len(store.calls) == num_calls
     assert one.worker.revive("pool")
     assert one.worker.drain(PATIENCE_S)  # it has said so
-    assert one.write(9).why is Why.WHOLE
-    assert one.read(9).why is Why.WHOLE
+    assert one.write(9).why is Reason.WHOLE
+    assert one.read(9).why is Reason.WHOLE
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -563,7 +569,7 @@ def test_what_a_write_counts_is_the_prefix_in_the_store(
         there = store.blocks()
         in_a_row = next((i for i in range(num_blocks) if start + i not in there), num_blocks)
         assert found.num_blocks == in_a_row if honest else found.num_blocks <= in_a_row
-        assert (found.why is Why.WHOLE) == (found.num_blocks == num_blocks)
+        assert (found.why is Reason.WHOLE) == (found.num_blocks == num_blocks)
         put = [block for blocks in store.calls for block in blocks]
         assert put == list(range(start, start + len(put)))  # in order, none twice, none left out
         for blocks in store.calls:
@@ -601,7 +607,7 @@ def test_what_a_read_counts_is_the_verified_prefix(
     store = Scripted(clock)
     times: Any = {"slice_timeout_s": 4.0, "total_timeout_s": 9.0}
     with Rig(store, clock=clock, num_pages=num_pages, slice_blocks=slice_blocks, **times) as one:
-        assert one.write(num_blocks).why is Why.WHOLE
+        assert one.write(num_blocks).why is Reason.WHOLE
         other = store.frames[NAMING.name(key(1, 0))] if num_blocks else b""
         bad = set()
         for block, what in damage:
@@ -618,7 +624,7 @@ def test_what_a_read_counts_is_the_verified_prefix(
         store.script, store.calls = script, []
         found = one.read(num_blocks)
         assert found.num_blocks <= sound
-        assert (found.why is Why.WHOLE) == (found.num_blocks == num_blocks)
+        assert (found.why is Reason.WHOLE) == (found.num_blocks == num_blocks)
         assert one.arrived(found.num_blocks)
         if not script:
             assert found.num_blocks == sound

@@ -25,7 +25,7 @@ from headwater.core.events import Move, Removed, Stored, TierLost
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import Extra, block_keys
 from headwater.core.page import page_name
-from headwater.core.results import Status
+from headwater.core.results import Reason, Status
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.layout.frame import frame_bytes
 from headwater.layout.reshard import part_number
@@ -44,7 +44,7 @@ from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
 from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
-from headwater.transfer.executor.sliced import Reached, Why
+from headwater.transfer.executor.sliced import Reached
 from headwater.transfer.executor.staging import TorchStaging
 from test_redis import Server
 from worker_kit import LAYOUT, PATIENCE_S, wait_until
@@ -145,11 +145,11 @@ def test_what_was_written_is_read_bit_by_bit(name: str, kind: str, shm: Path, tm
         randomise(device, seed=7)
         before = [row.clone() for row in device.rows]
         written, free = [7, 0, 3, 10, 1], [2, 4, 5, 6, 8]
-        assert attention.match(tokens) == Reached(0, Why.INCOMPLETE)
-        assert attention.write(tokens, written) == Reached(num_blocks, Why.WHOLE)
-        assert attention.match(tokens) == Reached(num_blocks, Why.WHOLE)
-        assert attention.read(tokens, free[:3]) == Reached(3, Why.WHOLE)
-        assert attention.read(tokens, free[3:], start_block=3) == Reached(2, Why.WHOLE)
+        assert attention.match(tokens) == Reached(0, Reason.INCOMPLETE)
+        assert attention.write(tokens, written) == Reached(num_blocks, Reason.WHOLE)
+        assert attention.match(tokens) == Reached(num_blocks, Reason.WHOLE)
+        assert attention.read(tokens, free[:3]) == Reached(3, Reason.WHOLE)
+        assert attention.read(tokens, free[3:], start_block=3) == Reached(2, Reason.WHOLE)
         for row, old in zip(device.rows, before, strict=True):
             old[free] = old[written]
             assert torch.equal(row, old)
@@ -160,47 +160,47 @@ def test_what_was_written_is_read_bit_by_bit(name: str, kind: str, shm: Path, tm
 
 def test_counts_are_from_the_start_block(rig: Callable[..., Rig]) -> None:
     one = rig()
-    assert one.attention.write(TOKENS, [0, 1, 2, 3]) == Reached(4, Why.WHOLE)
-    assert one.attention.write(TOKENS, [4, 5, 6], start_block=4) == Reached(3, Why.WHOLE)
-    assert one.attention.match(TOKENS) == Reached(7, Why.INCOMPLETE)
-    assert one.attention.match(TOKENS, start_block=5) == Reached(2, Why.INCOMPLETE)
-    assert one.attention.match(TOKENS, start_block=7) == Reached(0, Why.INCOMPLETE)
-    assert one.attention.match(TOKENS[: 7 * B], start_block=5) == Reached(2, Why.WHOLE)
-    assert one.attention.match(TOKENS[: 7 * B + 3]) == Reached(7, Why.WHOLE)  # a partial tail has no say
-    assert one.attention.match(TOKENS, start_block=10) == Reached(0, Why.WHOLE)
+    assert one.attention.write(TOKENS, [0, 1, 2, 3]) == Reached(4, Reason.WHOLE)
+    assert one.attention.write(TOKENS, [4, 5, 6], start_block=4) == Reached(3, Reason.WHOLE)
+    assert one.attention.match(TOKENS) == Reached(7, Reason.INCOMPLETE)
+    assert one.attention.match(TOKENS, start_block=5) == Reached(2, Reason.INCOMPLETE)
+    assert one.attention.match(TOKENS, start_block=7) == Reached(0, Reason.INCOMPLETE)
+    assert one.attention.match(TOKENS[: 7 * B], start_block=5) == Reached(2, Reason.WHOLE)
+    assert one.attention.match(TOKENS[: 7 * B + 3]) == Reached(7, Reason.WHOLE)  # a partial tail has no say
+    assert one.attention.match(TOKENS, start_block=10) == Reached(0, Reason.WHOLE)
     found = one.attention.read(TOKENS, range(32, 36), start_block=5)
-    assert (found.num_blocks, found.why, found.detail) == (2, Why.INCOMPLETE, "block 7: miss")
+    assert (found.num_blocks, found.why, found.detail) == (2, Reason.INCOMPLETE, "block 7: miss")
     assert one.equal(range(32, 34), [5, 6])
     assert one.equal(range(34, 64), range(34, 64))
-    assert one.attention.read(TOKENS, []) == one.attention.write(TOKENS, []) == Reached(0, Why.WHOLE)
+    assert one.attention.read(TOKENS, []) == one.attention.write(TOKENS, []) == Reached(0, Reason.WHOLE)
 
 
 def test_a_match_ends_at_the_first_gap(rig: Callable[..., Rig]) -> None:
     """In a store that knows no parents, blocks may be there behind one that is not."""
     store = FaultyStore(MemoryStore(8 << 20), Faults())
     one = rig(store)
-    assert one.attention.write(TOKENS, range(10)).why is Why.WHOLE
+    assert one.attention.write(TOKENS, range(10)).why is Reason.WHOLE
     store.contains = lambda names, *, deadline: [at != 3 for at in range(len(names))]  # type: ignore[method-assign]
-    assert one.attention.match(TOKENS) == Reached(3, Why.INCOMPLETE)
+    assert one.attention.match(TOKENS) == Reached(3, Reason.INCOMPLETE)
 
 
 def test_a_prefix_that_differs_shares_nothing(rig: Callable[..., Rig]) -> None:
     one = rig()
-    assert one.attention.write(TOKENS, range(10)).why is Why.WHOLE
+    assert one.attention.write(TOKENS, range(10)).why is Reason.WHOLE
     other = [*TOKENS[:9], 7, *TOKENS[10:]]
-    assert one.attention.match(other) == Reached(2, Why.INCOMPLETE)
-    assert one.attention.match(other, start_block=3) == Reached(0, Why.INCOMPLETE)
+    assert one.attention.match(other) == Reached(2, Reason.INCOMPLETE)
+    assert one.attention.match(other, start_block=3) == Reached(0, Reason.INCOMPLETE)
 
 
 def test_tenants_and_images_are_apart(rig: Callable[..., Rig]) -> None:
     one = rig()
     image = Extra("image", hashlib.sha256(b"cat").digest(), 8, 2)
-    assert one.attention.write(TOKENS, range(10), salt=b"tenant").why is Why.WHOLE
+    assert one.attention.write(TOKENS, range(10), salt=b"tenant").why is Reason.WHOLE
     assert one.attention.match(TOKENS).num_blocks == 0
     assert one.attention.match(TOKENS, salt=b"other").num_blocks == 0
     assert one.attention.match(TOKENS, salt=b"tenant").num_blocks == 10
     assert one.attention.match(TOKENS, salt=b"tenant", extras=[image]).num_blocks == 2
-    assert one.attention.read(TOKENS, [40], start_block=9, salt=b"tenant").why is Why.WHOLE
+    assert one.attention.read(TOKENS, [40], start_block=9, salt=b"tenant").why is Reason.WHOLE
     assert one.equal([40], [9])
     salted = identity(salt=b"tenant")
     (first,) = block_keys(TOKENS[:B], parent=salted.root, block_tokens=B)
@@ -220,12 +220,12 @@ def test_ranks_have_pages_of_their_own(rig: Callable[..., Rig]) -> None:
             staging = BytesStaging(part.layout, num_slots=8, num_pages=8, seed=rank)
             options = {"layout": part.layout, "shard": part.shard, "part": part_number(part, layout)}
             ranks.append((staging, AttentionStore(store, staging, identity=identity(layout), **options)))  # type: ignore[arg-type]
-        assert ranks[0][1].write(tokens, [0, 1, 2]).why is Why.WHOLE
+        assert ranks[0][1].write(tokens, [0, 1, 2]).why is Reason.WHOLE
         assert ranks[1][1].match(tokens).num_blocks == 0
-        assert ranks[1][1].write(tokens, [0, 1, 2]).why is Why.WHOLE
+        assert ranks[1][1].write(tokens, [0, 1, 2]).why is Reason.WHOLE
         assert len(store.names()) == 6
         for staging, attention in ranks:
-            assert attention.read(tokens, [3, 4, 5]).why is Why.WHOLE
+            assert attention.read(tokens, [3, 4, 5]).why is Reason.WHOLE
             assert [staging.block(3 + at) for at in range(3)] == [staging.block(at) for at in range(3)]
             assert attention.close()
         assert ranks[0][0].block(3) != ranks[1][0].block(3)
@@ -309,7 +309,7 @@ def test_only_what_is_durable_or_verified_is_told(rig: Callable[..., Rig]) -> No
     hanging = HangingStore(MemoryStore(8 << 20))
     one = rig(hanging)
     keys = block_keys(TOKENS, parent=identity().root, block_tokens=B)
-    assert one.attention.write(TOKENS[: 5 * B], range(5)).why is Why.WHOLE
+    assert one.attention.write(TOKENS[: 5 * B], range(5)).why is Reason.WHOLE
     assert one.attention.read(TOKENS, range(32, 40), start_block=2).num_blocks == 3
     hanging.dead = True
     assert one.attention.read(TOKENS, range(40, 44)).num_blocks == 0
@@ -342,7 +342,7 @@ def test_index_only_moves_nothing_and_says_so(caplog: pytest.LogCaptureFixture) 
     with AttentionStore(None, staging, identity=identity(), layout=LAYOUT, residency=ear, index_only=True) as store:
         assert store.index_only
         for reached in (store.match(TOKENS), store.read(TOKENS, [0, 1]), store.write(TOKENS, [0, 1])):
-            assert (reached.num_blocks, reached.why) == (0, Why.INDEX_ONLY)
+            assert (reached.num_blocks, reached.why) == (0, Reason.INDEX_ONLY)
         assert (staging.gathered, staging.scattered, staging.touched) == ([], [], [])
         assert ear.moves == []
         assert store.flush_index(TOKENS, tier="device", held=True) == 10
@@ -352,7 +352,7 @@ def test_index_only_moves_nothing_and_says_so(caplog: pytest.LogCaptureFixture) 
 
 def test_without_an_index_there_is_nobody_to_tell(rig: Callable[..., Rig]) -> None:
     one = rig(residency=None)
-    assert one.attention.write(TOKENS, range(10)).why is Why.WHOLE
+    assert one.attention.write(TOKENS, range(10)).why is Reason.WHOLE
     with pytest.raises(InvalidConfig, match="no residency index"):
         one.attention.flush_index(TOKENS, tier="device", held=True)
 
@@ -363,14 +363,14 @@ def test_without_an_index_there_is_nobody_to_tell(rig: Callable[..., Rig]) -> No
 def test_a_store_that_hangs_costs_each_call_its_deadline(rig: Callable[..., Rig]) -> None:
     hanging = HangingStore(MemoryStore(8 << 20))
     one = rig(hanging, config=WriteConfig(slice_blocks=3, slice_timeout_s=0.15), match_timeout_s=0.1)
-    assert one.attention.write(TOKENS, range(10)).why is Why.WHOLE
+    assert one.attention.write(TOKENS, range(10)).why is Reason.WHOLE
     hanging.hang()
-    asks: list[tuple[float, Callable[[], Reached], Why]] = [
-        (0.1, lambda: one.attention.match(TOKENS), Why.TOTAL_TIMEOUT),
-        (0.15, lambda: one.attention.read(TOKENS, range(32, 42)), Why.SLICE_TIMEOUT),
-        (0.05, lambda: one.attention.write(TOKENS, range(10), timeout_s=0.05), Why.TOTAL_TIMEOUT),
-        (0.0, lambda: one.attention.read(TOKENS, range(32, 42)), Why.STORE_DOWN),  # three in a row: left alone
-        (0.0, lambda: one.attention.match(TOKENS), Why.STORE_DOWN),
+    asks: list[tuple[float, Callable[[], Reached], Reason]] = [
+        (0.1, lambda: one.attention.match(TOKENS), Reason.TOTAL_TIMEOUT),
+        (0.15, lambda: one.attention.read(TOKENS, range(32, 42)), Reason.SLICE_TIMEOUT),
+        (0.05, lambda: one.attention.write(TOKENS, range(10), timeout_s=0.05), Reason.TOTAL_TIMEOUT),
+        (0.0, lambda: one.attention.read(TOKENS, range(32, 42)), Reason.DOWN),  # three in a row: left alone
+        (0.0, lambda: one.attention.match(TOKENS), Reason.DOWN),
     ]
     for limit_s, ask, why in asks:
         until_s = time.monotonic() + limit_s + SLACK_S
@@ -390,7 +390,7 @@ def test_a_dead_store_costs_a_request_one_probe_and_then_all_is_well(
     hanging = HangingStore(MemoryStore(8 << 20, clock=clock))
     one = rig(hanging, clock=clock, breaker_failures=3, breaker_pause_s=1.0)
 
-    def request() -> list[tuple[int, Why]]:
+    def request() -> list[tuple[int, Reason]]:
         found = [
             one.attention.match(TOKENS),
             one.attention.read(TOKENS, range(32, 42)),
@@ -398,24 +398,24 @@ def test_a_dead_store_costs_a_request_one_probe_and_then_all_is_well(
         ]
         return [(reached.num_blocks, reached.why) for reached in found]
 
-    assert one.attention.write(TOKENS, range(10)).why is Why.WHOLE
-    assert request() == [(10, Why.WHOLE)] * 3
+    assert one.attention.write(TOKENS, range(10)).why is Reason.WHOLE
+    assert request() == [(10, Reason.WHOLE)] * 3
     hanging.dead = True
-    assert request() == [(0, Why.ERROR)] * 3
+    assert request() == [(0, Reason.FAILED)] * 3
     pause_s = 1.0
     for _ in range(4):
         before = hanging.num_asked()
-        assert request() == [(0, Why.STORE_DOWN)] * 3
+        assert request() == [(0, Reason.DOWN)] * 3
         assert hanging.num_asked() == before
         clock.advance(pause_s)
-        assert request() == [(0, Why.ERROR), (0, Why.STORE_DOWN), (0, Why.STORE_DOWN)]
+        assert request() == [(0, Reason.FAILED), (0, Reason.DOWN), (0, Reason.DOWN)]
         assert hanging.num_asked() == before + 1
         pause_s *= 2
     hanging.dead = False
     clock.advance(pause_s)
     caplog.clear()
     for _ in range(3):
-        assert request() == [(10, Why.WHOLE)] * 3
+        assert request() == [(10, Reason.WHOLE)] * 3
     assert caplog.records == []  # at the level of warnings: whole writes say nothing
     assert one.equal(range(32, 42), range(10))
 
@@ -432,8 +432,8 @@ def test_a_real_server_that_stops_and_goes_on(rig: Callable[..., Rig], tmp_path:
             breaker_pause_s=0.2,
             breaker_max_pause_s=0.2,
         )
-        assert one.attention.write(TOKENS, range(10)) == Reached(10, Why.WHOLE)
-        assert one.attention.read(TOKENS, range(32, 42)) == Reached(10, Why.WHOLE)
+        assert one.attention.write(TOKENS, range(10)) == Reached(10, Reason.WHOLE)
+        assert one.attention.read(TOKENS, range(32, 42)) == Reached(10, Reason.WHOLE)
         server.signal(signal.SIGSTOP)
         ends = []
         asks: list[Callable[[], Reached]] = [
@@ -447,11 +447,11 @@ def test_a_real_server_that_stops_and_goes_on(rig: Callable[..., Rig], tmp_path:
                 ends.append(ask())
                 assert time.monotonic() <= until_s
         assert {reached.num_blocks for reached in ends} == {0}
-        assert Why.STORE_DOWN in {reached.why for reached in ends}
+        assert Reason.DOWN in {reached.why for reached in ends}
         server.signal(signal.SIGCONT)
-        wait_until(lambda: one.attention.read(TOKENS, range(42, 52)).why is Why.WHOLE)
+        wait_until(lambda: one.attention.read(TOKENS, range(42, 52)).why is Reason.WHOLE)
         assert one.equal(range(32, 52), [*range(10), *range(10)])
-        assert one.attention.write([7, *TOKENS[1:]], range(10)).why is Why.WHOLE
+        assert one.attention.write([7, *TOKENS[1:]], range(10)).why is Reason.WHOLE
         assert one.attention.match([7, *TOKENS[1:]]).num_blocks == 10
         one.store.close()
     finally:
@@ -547,7 +547,7 @@ def test_the_environment_is_read_once_at_start(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(ALIASES[0], "2")
         with AttentionStore(store, staging, identity=identity(), layout=LAYOUT) as attention:
             monkeypatch.setenv(ALIASES[0], "nonsense")
-            assert attention.write(TOKENS, range(5)).why is Why.WHOLE
+            assert attention.write(TOKENS, range(5)).why is Reason.WHOLE
             assert [len(names) for call, names in store.asked if call == "put"] == [2, 2, 1]
         with pytest.raises(InvalidConfig, match=ALIASES[0]):
             AttentionStore(store, staging, identity=identity(), layout=LAYOUT)
@@ -557,7 +557,7 @@ def test_a_salt_is_a_tenant_s(rig: Callable[..., Rig]) -> None:
     """A store made for a tenant, and one told the tenant with each call, are one."""
     one = rig()
     salted = AttentionStore(one.store, one.staging, identity=replace(identity(), salt=b"t"), layout=LAYOUT)
-    assert salted.write(TOKENS, range(3)).why is Why.WHOLE
+    assert salted.write(TOKENS, range(3)).why is Reason.WHOLE
     assert one.attention.match(TOKENS, salt=b"t").num_blocks == 3
     assert salted.match(TOKENS, salt=b"").num_blocks == 0
     assert salted.close()

@@ -7,11 +7,10 @@ tiered.py   the same for an engine of one's own             engine.py  our engin
 from headwater.build.cache import open_cache, open_group, open_publisher, open_rank, open_recorder, open_residency
 from headwater.build.engine import Running, open_engine
 from headwater.build.stores import POOL_TIER, open_host_pages, open_local, open_pool, open_tier, open_tiers
-from headwater.build.tiered import CacheTiers, open_tiered_cache
+from headwater.build.tiered import open_staging, open_tiered_cache
 
 __all__ = [
     "POOL_TIER",
-    "CacheTiers",
     "Running",
     "open_cache",
     "open_engine",
@@ -23,6 +22,7 @@ __all__ = [
     "open_rank",
     "open_recorder",
     "open_residency",
+    "open_staging",
     "open_tier",
     "open_tiered_cache",
     "open_tiers",

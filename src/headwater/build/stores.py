@@ -3,10 +3,9 @@
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from headwater.config.serve import DISK_BYTES, HOST_BYTES
-from headwater.config.stores import LocalStoreConfig, pool_kind
+from headwater.config.stores import DISK_BYTES, HOST_BYTES, CacheTiers, LocalStoreConfig, pool_kind
 from headwater.core.errors import HostTierUnavailable, InvalidConfig, NotInstalled, StoreError
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Store
@@ -57,37 +56,8 @@ def open_tier(
         return DisabledStore(str(error))
 
 
-class Tiers(Protocol):
-    """What says where the tiers are, and how large: `ServeConfig`, and the options of connectors."""
-
-    @property
-    def host_directory(self) -> Path | None:
-        """None: no host tier."""
-        ...
-
-    @property
-    def host_bytes(self) -> int | None:
-        """None: the directory's own limit, HOST_BYTES for a new one."""
-        ...
-
-    @property
-    def disk_directory(self) -> Path | None:
-        """None: no disk tier."""
-        ...
-
-    @property
-    def disk_bytes(self) -> int | None:
-        """None: the directory's own limit, DISK_BYTES for a new one."""
-        ...
-
-    @property
-    def pool(self) -> str | None:
-        """None: no pool."""
-        ...
-
-
 def open_tiers(
-    config: Tiers,
+    config: CacheTiers,
     stack: ExitStack,
     *,
     metrics: Metrics,

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headwater.build.cache import open_cache
-from headwater.build.stores import Tiers, open_host_pages, open_tiers
+from headwater.build.stores import open_host_pages, open_tiers
 from headwater.cache.cache import TieredCache
 from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.stores import CacheTiers
 from headwater.core.errors import InvalidConfig
 from headwater.core.identity import CacheIdentity
 from headwater.layout.frame import frame_bytes
@@ -27,21 +26,10 @@ _LEAST_PAGES: Final = 8
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheTiers:
-    """Where the tiers are, and how large. What is None is left out, or has its default size."""
-
-    host_directory: Path | None = None  # on tmpfs, as /dev/shm is
-    host_bytes: int | None = None
-    disk_directory: Path | None = None
-    disk_bytes: int | None = None
-    pool: str | None = None  # the address of a store that is shared with others
-
-
 @contextmanager
 def open_tiered_cache(
     device: "DeviceCache",
-    tiers: Tiers,
+    tiers: CacheTiers,
     *,
     identity: CacheIdentity,
     metrics: Metrics | None = None,

@@ -10,6 +10,7 @@ from rich.text import Text
 from headwater.cli.main import app
 from headwater.cli.options import (
     AllowHost,
+    ApiKey,
     Device,
     Host,
     Json,
@@ -83,26 +84,22 @@ def vllm_node(
     options = NodeOptions(
         vllm=vllm,
         role=Role(role),
+        node=node or environment.default_node(),
+        host=host,
+        port=port,
+        advertise=advertise,
+        routers=tuple(router or ()),
+        lease_s=lease,
+        wait_s=wait,
         node_key=find_node_key(node_key_file),
         vllm_key=key_option(vllm_key, environment.default_vllm_key()),
         max_requests=max_requests,
+        max_connections=max_connections,
+        allowed_hosts=require_hosts(allow_host or ()),
         request_timeout_s=timeout,
         pool_timeout_s=pool_timeout,
     )
-    vllm_start.run(
-        options,
-        pool=where,
-        host=host,
-        port=port,
-        routers=router or (),
-        node=node,
-        advertise=advertise,
-        lease_s=lease,
-        wait_s=wait,
-        max_connections=max_connections,
-        allowed_hosts=require_hosts(allow_host or ()),
-        say=typer.echo,
-    )
+    vllm_start.run(options, where, say=typer.echo)
 
 
 @app.command()
@@ -121,13 +118,7 @@ def router(
         Path | None,
         typer.Option(metavar="DIR", help="A directory with the model's tokenizer, to ask the index about text."),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see.",
-            show_default=False,
-        ),
-    ] = None,
+    api_key: ApiKey = None,
     node_key_file: NodeKeyFile = None,
     timeout: Timeout = 600.0,
     queue_timeout: Annotated[float, typer.Option(help="Seconds that it may wait for a node with room.")] = 30.0,

@@ -45,6 +45,15 @@ AllowHost = Annotated[
 ]
 
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see.",
+        show_default=False,
+    ),
+]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 
 

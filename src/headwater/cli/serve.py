@@ -9,6 +9,7 @@ import typer
 from headwater.cli.main import app
 from headwater.cli.options import (
     AllowHost,
+    ApiKey,
     Device,
     Host,
     Json,
@@ -36,12 +37,7 @@ def serve(
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Clients must show it; better set $HEADWATER_API_KEY, which others on this machine cannot see."
-        ),
-    ] = None,
+    api_key: ApiKey = None,
     device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32.", show_default="the model's own")] = None,
     kv: Annotated[str, typer.Option(help="What is cached: auto, bf16, fp16, fp32 or fp8.")] = "auto",

@@ -10,7 +10,7 @@ from headwater.config.cache import TierConfig
 from headwater.config.checks import is_loopback, require_count, require_hosts, require_seconds, require_url
 from headwater.config.environment import PD_VIA, POOL_WAY, default_node
 from headwater.config.residency import ResidencyConfig, check_index_only
-from headwater.config.stores import MIN_LIMIT_BYTES, pool_kind
+from headwater.config.stores import MIN_LIMIT_BYTES, CacheTiers, pool_kind
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
@@ -18,12 +18,10 @@ from headwater.core.role import Role
 MIN_RECORD_BYTES: Final = 64 << 10
 RECORD_BYTES: Final = 256 << 20  # of a recording, where nobody said more
 DEFAULT_PORT: Final = 8000
-HOST_BYTES: Final = 256 << 20  # of a host tier that a server makes, and
-DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(CacheTiers):
     """A server: what it listens on, the model, the tiers, the limits. See `headwater serve --help`."""
 
     model: Path  # a Hugging Face directory
@@ -38,11 +36,6 @@ class ServeConfig:
     block_tokens: int = 16
     num_blocks: int | None = None  # of KV on the device; or
     device_bytes: int | None = None  # their bytes; neither: most of a GPU's free memory, a GiB of a CPU's
-    host_directory: Path | None = None  # None: no host tier
-    host_bytes: int | None = None  # None: the directory's own limit, HOST_BYTES for a new one
-    disk_directory: Path | None = None
-    disk_bytes: int | None = None
-    pool: str | None = field(default=None, repr=False)  # mooncake://, redis:// or local:DIR, shared; None: no pool tier
     residency: str | None = field(default=None, repr=False)  # where the index of who holds what is; None: none
     node: str | None = None  # what this process is called there; None: see `default_node`
     index_only: bool = False  # only the index is kept: see `check_index_only`

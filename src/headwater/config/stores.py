@@ -1,7 +1,7 @@
 """How a store in a directory is opened, and which sort of pool an address is of."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +9,8 @@ from headwater.config.checks import require_seconds
 from headwater.core.errors import InvalidConfig
 
 MIN_LIMIT_BYTES: Final = 8 << 20
+HOST_BYTES: Final = 256 << 20  # of a host tier that is made, and
+DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
 
 
 class Durability(enum.StrEnum):
@@ -42,6 +44,17 @@ class LocalStoreConfig:
         if limit is not None and not (isinstance(limit, int) and MIN_LIMIT_BYTES <= limit < 1 << 62):
             raise InvalidConfig(f"limit_bytes must be a whole number of at least {MIN_LIMIT_BYTES}, not {limit!r}")
         require_seconds("open_timeout_s", self.open_timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTiers:
+    """Where the tiers are, and how large. What is None is left out, or has its default size."""
+
+    host_directory: Path | None = None  # on tmpfs, as /dev/shm is
+    host_bytes: int | None = None  # None: the directory's own limit, HOST_BYTES for a new one
+    disk_directory: Path | None = None
+    disk_bytes: int | None = None  # None: the directory's own limit, DISK_BYTES for a new one
+    pool: str | None = field(default=None, repr=False)  # mooncake://, redis:// or local:DIR, shared with others
 
 
 def pool_kind(url: str) -> str:

@@ -9,51 +9,23 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
+from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
-from headwater.core.events import (
-    Arrived,
-    Cancel,
-    Copied,
-    Demote,
-    Event,
-    Filled,
-    Finished,
-    GaveUp,
-    Granted,
-    Instruction,
-    JobDone,
-    JobFailed,
-    Left,
-    Lent,
-    Load,
-    Paced,
-    Probe,
-    Promote,
-    Removed,
-    Save,
-    Stored,
-    StoreOff,
-    StoreOn,
-    Stuck,
-    Tell,
-    TierLost,
-    Vacated,
-    Wanted,
-)
 from headwater.core.results import JOB_FAILURES, Reason, Status
 
-_KINDS: Final[dict[str, type[Event | Instruction]]] = {
+_KINDS: Final[dict[str, type[ev.Event | ev.Instruction]]] = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
-        *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
-        *(Probe, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
+        *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
+        *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
+        *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished),
+        *(ev.Tell, ev.Stored, ev.Removed, ev.TierLost),
     )
 }
 _HINTS: Final = {kind: get_type_hints(kind) for kind in _KINDS.values()}  # to find them takes longer than to decode
 
 
-def encode(value: Event | Instruction) -> dict[str, Any]:
+def encode(value: ev.Event | ev.Instruction) -> dict[str, Any]:
     """A value as plain JSON: what it is, and its fields. Bytes become `#` and hex, text that begins so gets a `=`.
 
     Many keys in a row become one text, `#32*` and the hex of all: they are made and read in half the time.
@@ -62,16 +34,16 @@ def encode(value: Event | Instruction) -> dict[str, Any]:
     return {"is": type(value).__name__, **fields}
 
 
-def decode(document: Mapping[str, Any]) -> Event | Instruction:
+def decode(document: Mapping[str, Any]) -> ev.Event | ev.Instruction:
     """What `encode` made. Raises InvalidInput for what it did not make."""
     try:
         fields = {name: _lively(field) for name, field in document.items() if name != "is"}
         kind = _KINDS[document["is"]]
-        if kind is JobFailed:
+        if kind is ev.JobFailed:
             fields["failure"] = failure = Reason(fields["failure"])
             if failure not in JOB_FAILURES:
                 raise ValueError(f"no job fails for {failure.value!r}")
-        elif kind is JobDone:
+        elif kind is ev.JobDone:
             known = {word: Status(word) for word in set(fields["results"])}  # few, of thousands
             fields["results"] = tuple(map(known.__getitem__, fields["results"]))
         value = kind(**fields)
@@ -84,7 +56,7 @@ def decode(document: Mapping[str, Any]) -> Event | Instruction:
     return value
 
 
-def fingerprint(values: Iterable[Event | Instruction]) -> str:
+def fingerprint(values: Iterable[ev.Event | ev.Instruction]) -> str:
     """16 hex digits over values in their order: equal for equal values, in every process. Made to be quick.
 
     A field that came later says nothing at its default: what was recorded before keeps its fingerprint.

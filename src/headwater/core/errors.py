@@ -23,6 +23,9 @@
 What happens to one key in a batch (missing, corrupt, too late, no room) is never an exception: it is that key's result.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HeadwaterError(Exception):
     """Root of the tree."""
@@ -66,6 +69,15 @@ class ResourceClosed(HeadwaterError):
 
 class NotInstalled(HeadwaterError):
     """An optional package is missing; the message says what to install."""
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """Around imports of packages that an extra brings: one that is missing raises NotInstalled."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise NotInstalled(f"this needs {error.name}: pip install 'headwater[{name}]'") from error
 
 
 class RankUnavailable(HeadwaterError):

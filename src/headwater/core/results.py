@@ -52,11 +52,10 @@ STORE_TROUBLE: Final = frozenset({Status.LATE, Status.FAILED})
 PUT_HELD: Final = frozenset({Status.STORED, Status.EXISTS})
 PUT_ANSWERS: Final = PUT_HELD | STORE_TROUBLE | {Status.NO_ROOM, Status.NO_PARENT, Status.REFUSED}
 GET_ANSWERS: Final = BAD_PAGE | STORE_TROUBLE | {Status.HIT, Status.MISS}
-DELETE_ANSWERS: Final = STORE_TROUBLE | {Status.REMOVED, Status.ABSENT}
 
 
 class Reason(enum.StrEnum):
-    """Why something did not happen."""
+    """Why something did not happen, or not all of it."""
 
     # why a job, or a handoff, ended without a result
     FAILED = "failed"  # a store or a device raised, or said that it failed; it could not be asked or read
@@ -78,6 +77,12 @@ class Reason(enum.StrEnum):
     USED = "used"  # the ticket was answered before
     FULL = "full"  # the pool has no room
     REFUSED = "refused"  # the ticket is not for this node, or the page not for this pool
+    # why a row of blocks was written or read so far and no further; FAILED, DOWN and CANCELLED, too
+    WHOLE = "whole"  # there are no more of them
+    INCOMPLETE = "incomplete"  # the store did not take, or have, all of a slice
+    SLICE_TIMEOUT = "slice_timeout"
+    TOTAL_TIMEOUT = "total_timeout"
+    INDEX_ONLY = "index_only"  # no data is moved at all
 
 
 #: What a job may fail for.

@@ -5,7 +5,6 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
 
-DONE: Final = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES: Final = 4 << 20
 
 _DATA: Final = b"data:"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from headwater.core.events import Instruction, JobDone, JobFailed, Probe, Save
 from headwater.core.results import Reason, Status
 from headwater.disagg.machine import Handoff, Tries
-from headwater.disagg.outcome import AGAIN_WRITE, why_failed
+from headwater.disagg.outcome import AGAIN_WRITE
 from headwater.disagg.prompt import NamedPrompt
 from headwater.transfer.executor.sliced import SlicedRow
 
@@ -96,7 +96,7 @@ class Export(Handoff):
             return self._end(*self._why)
         if isinstance(end, JobFailed):
             self._num_done = 0
-            return self._failed(why_failed(end), end.why, end.now_s)
+            return self._failed(end.failure, end.why, end.now_s)
         if self._num_done < self.prompt.num_blocks:
             return self._failed(Reason.MISSING, f"block {self._num_done} is not in the pool", end.now_s)
         return self._end()

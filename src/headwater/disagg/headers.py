@@ -1,4 +1,4 @@
-"""Headers that clients, routers and nodes say to each other besides HTTP's own: each has its name here, once."""
+"""Headers and paths that clients, routers and nodes say to each other: each has its name here, once."""
 
 from typing import Final
 
@@ -7,3 +7,14 @@ ATTEMPT: Final = "x-headwater-attempt"  # which of a router's tries for it this 
 TIMEOUT: Final = "x-headwater-timeout-s"  # that is left for it
 POOL_SECONDS: Final = "x-headwater-pool-s"  # that it waited for the pool
 FIRST_SECONDS: Final = "x-headwater-first-s"  # until its first token
+
+ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")  # of OpenAI, that generate
+MODELS: Final = "/v1/models"
+HEALTH: Final = "/health"
+METRICS: Final = "/metrics"
+FLEET: Final = "/pd/"  # what follows is for who holds the fleet's key; `router/router.py` says what each is for
+PREFILL: Final = "/pd/prefill"
+DECODE: Final = "/pd/decode"
+ATTEMPTS: Final = "/pd/attempts"
+NODES: Final = "/pd/nodes"
+DRAIN: Final = "/pd/drain"

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Final
 
-from headwater.core.events import JobFailed
 from headwater.core.results import Reason, Status
 from headwater.disagg.protocol import Ticket
-from headwater.transfer.executor.sliced import Reached, Why
+from headwater.transfer.executor.sliced import Reached
 
 NOT_FINITE: Final = "not_finite"  # the code of an error: the model computed NaN or infinity
 READ_TOO_SLOWLY: Final = "read_too_slowly"  # the code of a stream's end that its client has brought about
@@ -82,30 +81,12 @@ _STATUSES: Final[dict[str, Reason]] = {
     Status.NO_PARENT: Reason.MISSING,
     Status.REFUSED: Reason.REFUSED,
 }
-_WHYS: Final = {
-    Why.SLICE_TIMEOUT: Reason.LATE,
-    Why.TOTAL_TIMEOUT: Reason.LATE,
-    Why.ERROR: Reason.FAILED,
-    Why.STORE_DOWN: Reason.DOWN,
-    Why.CANCELLED: Reason.CANCELLED,
-}
 
 
 def why_row(reached: Reached) -> Reason | None:
     """Why a row ended; None: it is whole."""
-    if reached.why is Why.WHOLE:
+    if reached.why is Reason.WHOLE:
         return None
-    return _WHYS.get(reached.why) or _STATUSES.get(reached.status, Reason.FAILED)
-
-
-def why_failed(end: JobFailed) -> Reason:
-    """Why a job ended without a result."""
-    return _FAILURES[end.failure]
-
-
-_FAILURES: Final = {
-    Reason.FAILED: Reason.FAILED,
-    Reason.LATE: Reason.LATE,
-    Reason.DOWN: Reason.DOWN,
-    Reason.CANCELLED: Reason.CANCELLED,
-}
+    if reached.why is Reason.INCOMPLETE:
+        return _STATUSES.get(reached.status, Reason.FAILED)
+    return Reason.LATE if reached.why in (Reason.SLICE_TIMEOUT, Reason.TOTAL_TIMEOUT) else reached.why

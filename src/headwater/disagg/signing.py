@@ -18,14 +18,12 @@ from email.parser import BytesParser
 from typing import Final
 from urllib.parse import urlsplit
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, NotProven, Signer
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"routers and nodes need {error.name}: pip install 'headwater[serve]'") from error
 
 _MAX_HEAD_BYTES: Final = 16 << 10
 _CLOSED: Final = select.POLLIN | select.POLLRDHUP | select.POLLHUP | select.POLLERR

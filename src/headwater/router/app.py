@@ -16,12 +16,12 @@ node is closed; errors have OpenAI's shape, whatever goes wrong.
 
 import asyncio
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.events import event_of
+from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
 from headwater.router.nodes import NameTaken, NodeRefused
@@ -30,25 +30,22 @@ from headwater.router.router import Router
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
-from headwater.serve.errors import ApiError
+from headwater.serve.errors import ApiError, PassedOn
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
-from headwater.serve.middleware import HEALTH, MODELS, application, prometheus, request_id, until_s
+from headwater.serve.middleware import application, prometheus, request_id, until_gone, until_s
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Routable, routable
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
-_ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
-_METRICS, _STATE, _NODES, _DRAIN = "/metrics", "/state", "/pd/nodes", "/pd/drain"
-_PATHS: Final = (HEALTH, MODELS, _METRICS, _STATE, _NODES, _DRAIN, *_ENDPOINTS)
+_STATE: Final = "/state"
+_PATHS: Final = (HEALTH, MODELS, METRICS, _STATE, NODES, DRAIN, *ENDPOINTS)
 _STREAM: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _MAX_BEAT_BYTES: Final = 64 << 10
 
@@ -96,13 +93,23 @@ class Routed:
         face.require_room()
         with suppress(ClientDisconnect):  # nobody is there
             async with face.bodies.body_of(http, face.router.config.max_body_bytes) as body:
-                call = await self._call(http, body)
+                ends_s = until_s(http)
+                read: Routable = await face.readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
                 del body  # the call has its own, for as long as nodes may be asked
+                face.require_room()
+                call = Call(
+                    endpoint=self._endpoint,
+                    body=read.body,
+                    content=read.content,
+                    request_id=request_id(scope),
+                    until_s=ends_s,
+                    num_prompts=read.num_prompts,
+                )
                 await self._route(call, Responder(scope, receive, send), receive)
 
     async def _route(self, call: Call, client: Responder, receive: Receive) -> None:
         work = asyncio.create_task(self._face.router.route(call, client))
-        leaving = asyncio.create_task(_until_gone(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         stopping = asyncio.create_task(self._face.stopping.wait())
         try:
             await asyncio.wait({work, leaving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,19 +128,6 @@ class Routed:
         except NoAnswer as failure:
             raise _api_error(failure) from failure
 
-    async def _call(self, http: Request, body: bytes) -> Call:
-        ends_s = until_s(http)
-        read = await self._face.read(body, ends_s)
-        self._face.require_room()
-        return Call(
-            endpoint=self._endpoint,
-            body=read.body,
-            content=read.content,
-            request_id=request_id(http.scope),
-            until_s=ends_s,
-            num_prompts=read.num_prompts,
-        )
-
 
 class Face:
     """What the routes share. For one event loop."""
@@ -142,7 +136,7 @@ class Face:
         self.router = router
         self.bodies = Bodies(limits)
         self.stopping = asyncio.Event()
-        self._readers = Readers(
+        self.readers = Readers(
             {"routable": routable}, max_body_bytes=router.config.max_body_bytes, max_waiting=limits.max_unread
         )
         self._started = time.time() - time.monotonic()  # between the two clocks
@@ -154,24 +148,11 @@ class Face:
         if self.router.num_requests >= self.router.config.max_requests:
             raise errors.queue_full()
 
-    async def read(self, body: bytes, ends_s: float) -> Routable:
-        """What a client's body says, as far as a router wants to know. Raises ApiError."""
-        found: Routable = await self._readers.read("routable", body, num_bytes=len(body), until_s=ends_s)
-        return found
-
     def stop(self) -> None:
         """Take no more: those under way hear so."""
         self.stopping.set()
         self.bodies.stop()
-        self._readers.stop()
-
-    def start_readers(self) -> None:
-        """Have what reads large bodies ready before the first one comes. Does not wait for it."""
-        self._readers.start()
-
-    def close(self) -> None:
-        """Read no more. Blocks for a moment. Idempotent."""
-        self._readers.close()
+        self.readers.stop()
 
     async def health(self, http: Request) -> Response:
         """Whether a request could be answered."""
@@ -243,31 +224,26 @@ def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
     face, config = Face(router, limits), router.config
     routes = [
         Route(HEALTH, face.health),
-        Route(_METRICS, face.metrics),
+        Route(METRICS, face.metrics),
         Route(_STATE, face.state),
         Route(MODELS, face.models),
         Route(MODELS + "/{name:path}", face.model),
-        Route(_NODES, face.nodes, methods=["POST"]),
-        Route(_DRAIN, face.drain, methods=["POST"]),
-        *(Route(endpoint, Routed(face, endpoint), methods=["POST"]) for endpoint in _ENDPOINTS),
+        Route(NODES, face.nodes, methods=["POST"]),
+        Route(DRAIN, face.drain, methods=["POST"]),
+        *(Route(endpoint, Routed(face, endpoint), methods=["POST"]) for endpoint in ENDPOINTS),
     ]
     app = application(
         routes,
         limits=limits,
         metrics=router.metrics,
         paths=_PATHS,
-        key_for=lambda path: config.api_key,
+        api_key=config.api_key,
         fleet=FleetGuard(Authenticator(config.node_key, ROUTER)),
     )
     return app, face
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _tell(client: Responder, error: ApiError) -> None:
@@ -280,18 +256,6 @@ async def _tell(client: Responder, error: ApiError) -> None:
 
 def _api_error(failure: NoAnswer) -> ApiError:
     if failure.document is not None:
-        return NodeError(failure.status, failure.document)
+        return PassedOn(failure.status, failure.document)
     headers = {"Retry-After": str(errors.RETRY_AFTER_S)} if failure.status == 503 else None
     return ApiError(failure.status, str(failure), kind="server_error", code=failure.code, headers=headers)
-
-
-class NodeError(ApiError):
-    """A node's own error, on its way to the client as it is."""
-
-    def __init__(self, status: int, document: Mapping[str, Any]) -> None:
-        super().__init__(status, "a node refused this request")
-        self._document = dict(document)
-
-    def document(self) -> dict[str, object]:
-        """The body."""
-        return self._document

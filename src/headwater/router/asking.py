@@ -12,17 +12,15 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from headwater.disagg.events import event_of
-from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
+from headwater.disagg.headers import DECODE, FIRST_SECONDS, POOL_SECONDS, PREFILL
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
 from headwater.router.nodes import NodeSlot, NodeTable
 from headwater.router.relay import NodeCall, Relay, RelayedAnswer
 from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequest, RoutePhase, with_usage
-from headwater.router.trouble import Trouble, Unanswered
+from headwater.router.trouble import Trouble, Unanswered, object_in
 from headwater.router.whole import WholeNodeAnswer
 
-_PREFILL: Final = "/pd/prefill"
-_DECODE: Final = "/pd/decode"
 _LAST_WORDS: Final = {  # of a stream, by code, that say nothing against the node
     READ_TOO_SLOWLY: Trouble.REJECTED,
     NOT_FINITE: Trouble.NOT_FINITE,
@@ -48,8 +46,10 @@ class Asker:
     async def prefill(self, routed: RoutedRequest, slot: NodeSlot) -> dict[str, Any]:
         """Have the prompt computed and written; the ticket, once the pool has everything. Raises Unanswered."""
         with self._attempting(routed, slot, RoutePhase.PREFILL) as attempt:
-            async with self._relay.exchange(_node_call(routed, slot, _PREFILL, {})) as heard:
-                document = await heard.document()
+            async with self._relay.exchange(_node_call(routed, slot, PREFILL, {})) as heard:
+                document = object_in(await heard.body())
+            if document is None:
+                raise Unanswered(Trouble.FAILED, f"{slot.name} sent no JSON object")
             ticket = document.get("ticket")
             if not isinstance(ticket, dict):
                 raise Unanswered(Trouble.FAILED, f"{slot.name} answered without a ticket")
@@ -75,7 +75,7 @@ class Asker:
         Before `routed.begun`, nothing has reached the client, and another may be asked.
         """
         phase = RoutePhase.MIXED if ticket is None else RoutePhase.DECODE
-        path, more = (routed.call.endpoint, None) if ticket is None else (_DECODE, {"ticket": ticket})
+        path, more = (routed.call.endpoint, None) if ticket is None else (DECODE, {"ticket": ticket})
         with self._attempting(routed, slot, phase) as attempt:
             async with self._relay.exchange(_node_call(routed, slot, path, more)) as heard:
                 if routed.call.stream:
@@ -203,5 +203,5 @@ def _node_call(routed: RoutedRequest, slot: NodeSlot, path: str, more: Mapping[s
         request_id=call.request_id,
         attempt=secrets.token_hex(8),
         timeout_s=call.until_s - asyncio.get_running_loop().time(),
-        stream=call.stream and path != _PREFILL,
+        stream=call.stream and path != PREFILL,
     )

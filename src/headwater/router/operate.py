@@ -2,15 +2,14 @@
 
 from typing import Any, Final
 
-from headwater.core.errors import HeadwaterError, NotInstalled
+from headwater.core.errors import HeadwaterError, needs_extra
 from headwater.core.node_key import NodeKey
+from headwater.disagg.headers import DRAIN
 from headwater.disagg.node_auth import ROUTER, Signer
 from headwater.disagg.signing import SignedBy
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"this needs {error.name}: pip install 'headwater[serve]'") from error
 
 _TIMEOUT_S: Final = 10.0
 
@@ -20,7 +19,7 @@ def drain(router: str, node: str, *, draining: bool, key: NodeKey) -> dict[str, 
     auth = SignedBy(Signer(key, ROUTER))
     try:
         with httpx2.Client(auth=auth, timeout=_TIMEOUT_S, trust_env=False) as client:
-            found = client.post(f"{router}/pd/drain", json={"node": node, "draining": draining})
+            found = client.post(f"{router}{DRAIN}", json={"node": node, "draining": draining})
             document: dict[str, Any] = found.json()
     except (httpx2.HTTPError, ValueError) as error:
         raise HeadwaterError(f"the router at {router} does not answer: {str(error) or type(error).__name__}") from error

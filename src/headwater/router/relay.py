@@ -15,24 +15,31 @@ from the environment.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
-from headwater.disagg.headers import ATTEMPT, REQUEST_ID, TIMEOUT
+from headwater.disagg.headers import ATTEMPT, ATTEMPTS, REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import NotProven, node_called
 from headwater.disagg.signing import Peer
-from headwater.router.trouble import NO_ROOM, Trouble, Unanswered, judge, no_connection, too_large, untrusted, words
+from headwater.router.trouble import (
+    NO_ROOM,
+    Trouble,
+    Unanswered,
+    judge,
+    no_connection,
+    object_in,
+    too_large,
+    untrusted,
+    words,
+)
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
 
 
 _MAX_ERROR_BYTES: Final = 64 << 10
@@ -69,13 +76,6 @@ class RelayedAnswer:
             value = float(self._response.headers.get(header, ""))
             return value if 0 <= value < 1e6 else None
         return None
-
-    async def document(self) -> dict[str, Any]:
-        """The answer, a JSON object. Raises Unanswered."""
-        found = _object(await self.body())
-        if found is None:
-            raise Unanswered(Trouble.FAILED, f"{self._node_call.node} sent no JSON object")
-        return found
 
     async def body(self, *, asked_for: bool = False) -> bytes:
         """The bytes of the answer, all of them. Raises Unanswered.
@@ -137,8 +137,8 @@ class Relay:
         node_key: NodeKey,
     ) -> None:
         """What is sent is signed with `node_key`."""
-        self._silence_s = silence_s
-        self._probe_s = probe_s
+        self.silence_s: Final = silence_s  # a node may say nothing for so long before it is asked, and
+        self.probe_s: Final = probe_s  # then has so long to answer
         self._limit_bytes = max_answer_bytes
         self._connect_s = connect_s
         self._headers = {"accept-encoding": "identity", "user-agent": "headwater-router", "connection": "close"}
@@ -216,7 +216,7 @@ class Relay:
         Waits `probe_s` at most. None: it did not answer, or has no room, and is asked again when it is needed.
         """
         with suppress(TimeoutError, OSError, UnicodeError):
-            async with asyncio.timeout(self._probe_s):
+            async with asyncio.timeout(self.probe_s):
                 try:
                     await self._peer(node, url).prove(connect_s=self._connect_s)
                 except NotProven as error:
@@ -249,31 +249,21 @@ class Relay:
 
     # --- whether it still works ---------------------------------------------------------------------------------------
 
-    @property
-    def silence_s(self) -> float:
-        """How long a node may say nothing before it is asked."""
-        return self._silence_s
-
-    @property
-    def probe_s(self) -> float:
-        """How long it then has to answer."""
-        return self._probe_s
-
     async def probe(self, call: NodeCall) -> str | None:
         """Ask a node that says nothing; None if it still works on this, else what is wrong. Waits `probe_s` at most."""
-        silent = f"said nothing for {self._silence_s:g} s"
+        silent = f"said nothing for {self.silence_s:g} s"
         try:
-            async with asyncio.timeout(self._probe_s):
+            async with asyncio.timeout(self.probe_s):
                 auth = self._peer(call.node, call.url).auth
-                found = await self._client(call.url).get(f"{call.url}/pd/attempts/{call.attempt}", auth=auth)
+                found = await self._client(call.url).get(f"{call.url}{ATTEMPTS}/{call.attempt}", auth=auth)
         except (TimeoutError, httpx2.HTTPError):
             return f"{silent}, nor when it was asked"
         except NotProven as error:
             return f"{silent}, and is not trusted: {error}"
         if found.status_code != 200:
             return f"{silent}, and does not know this request"
-        idle = (_object(found.content) or {}).get("idle_s")
-        if not isinstance(idle, int | float) or not 0 <= idle <= self._silence_s:
+        idle = (object_in(found.content) or {}).get("idle_s")
+        if not isinstance(idle, int | float) or not 0 <= idle <= self.silence_s:
             return f"{silent}, and has not computed anything for {idle!r:.20} s"
         return None
 
@@ -327,12 +317,4 @@ async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:
         body += chunk
         if len(body) > _MAX_ERROR_BYTES:
             return None
-    return _object(bytes(body))
-
-
-def _object(body: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    return object_in(bytes(body))

@@ -84,7 +84,6 @@ this router that it still works on}, 404 if no such node is there.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -94,7 +93,7 @@ from headwater.core.role import Role
 from headwater.disagg.events import event_of
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
-from headwater.router.choice import Candidate, NodeChoice, choose_decode, choose_entry
+from headwater.router.choice import Candidate, choose_decode, choose_entry
 from headwater.router.lookup import Looker, Lookup
 from headwater.router.membership import Membership
 from headwater.router.nodes import NodeSlot, NodeTable
@@ -103,8 +102,6 @@ from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, Rou
 from headwater.router.settings import RouterConfig
 from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.wait_line import WaitLine
-
-log: Final = logging.getLogger("headwater")
 
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked
@@ -300,21 +297,13 @@ class Router:
         num_slots = self._num_slots(routed)
         self._promise(routed, num_slots if with_ticket else 0)
 
-        def take() -> _Taken | None:
-            if loop.time() >= routed.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
-                return None
-            choice = self._choose(routed, with_ticket=with_ticket)
-            left_out.clear()
-            left_out.update(choice.left_out)
-            taken = self._take(routed, choice)
-            self._turns[with_ticket] += taken is not None
-            return taken
-
-        gate = self._handover if with_ticket else self._entrance
-        until_s = (
-            began_s + self.config.queue_timeout_s - routed.waited_s
-        )  # in all: who is refused comes again and again
-        taken = await gate.wait(take, until_s=until_s, num_slots=num_slots, in_front=bool(routed.attempts))
+        line = self._handover if with_ticket else self._entrance
+        taken = await line.wait(
+            lambda: self._take(routed, left_out, with_ticket=with_ticket),
+            until_s=began_s + self.config.queue_timeout_s - routed.waited_s,  # in all: who is refused comes again
+            num_slots=num_slots,
+            in_front=bool(routed.attempts),
+        )
         routed.waited_s += loop.time() - began_s
         routed.add("queue", loop.time() - began_s)
         if taken is not None:
@@ -329,22 +318,24 @@ class Router:
             code="no_room" if left_out else "no_node",
         )
 
-    def _choose(self, routed: RoutedRequest, *, with_ticket: bool) -> NodeChoice:
-        facts = self.nodes.facts(self.membership.sweep())
+    def _take(self, routed: RoutedRequest, left_out: dict[str, str], *, with_ticket: bool) -> _Taken | None:
+        """The best node that takes a request now; None: there is none, and `left_out` says why."""
+        now_s = self.membership.sweep()
+        if now_s >= routed.call.until_s:  # a machine that stood still wakes us before it wakes the deadline
+            return None
+        facts, size, held, turn = self.nodes.facts(now_s), routed.size, routed.held, self._turns[with_ticket]
         if with_ticket:
-            return choose_decode(facts, routed.size, routed.held, turn=self._turns[True], failed=routed.failed)
-        return choose_entry(
-            facts, routed.size, routed.held, turn=self._turns[False], promised=self._num_promised, failed=routed.failed
-        )
-
-    def _take(self, routed: RoutedRequest, choice: NodeChoice) -> _Taken | None:
-        """The first of a choice that takes a request."""
-        now_s = asyncio.get_running_loop().time()
+            choice = choose_decode(facts, size, held, turn=turn, failed=routed.failed)
+        else:
+            choice = choose_entry(facts, size, held, turn=turn, promised=self._num_promised, failed=routed.failed)
+        left_out.clear()
+        left_out.update(choice.left_out)
         for one in choice.candidates:
-            held = 0 if routed.held is None else routed.held.at(one.node)
-            tokens = 0 if one.role is Role.DECODE else max(0, routed.size.prompt - held)
+            known = 0 if held is None else held.at(one.node)
+            tokens = 0 if one.role is Role.DECODE else max(0, size.prompt - known)
             slot = self.nodes.take_slot(one.node, tokens=tokens, now_s=now_s, num_slots=one.num_slots)
             if slot is not None:
+                self._turns[with_ticket] += 1
                 self._promise(routed, self._num_slots(routed) if one.role is Role.PREFILL else 0)
                 routed.decided(choice, one)
                 self.metrics.count("router_choices_total", role=one.role, how=choice.how)

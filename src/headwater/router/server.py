@@ -5,25 +5,18 @@ exchanges with nodes are closed, connections get a few seconds to close, then th
 """
 
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 
-from headwater.core.errors import NotInstalled
 from headwater.router.app import create_router_app
-from headwater.router.limits import router_limits
 from headwater.router.router import Router
+from headwater.router.settings import RouterConfig
 from headwater.serve.connections import Connections
-from headwater.serve.limits import Limits
-from headwater.serve.sockets import receive_on, setup
-
-try:
-    import uvicorn
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the router needs {error.name}: pip install 'headwater[serve]'") from error
+from headwater.serve.limits import LOOPBACK, MAX_CONNECTIONS, NUM_BODIES, Limits, hosts_for
+from headwater.serve.sockets import DoorServer
 
 
-class RouterServer(uvicorn.Server):
-    """Serves a router on sockets it is given, and closes it. `run` blocks until a signal or `should_exit`."""
+class RouterServer(DoorServer):
+    """Serves a router, and closes it."""
 
     def __init__(
         self, router: Router, *, limits: Limits | None = None, announce: Callable[[], None] | None = None
@@ -31,29 +24,31 @@ class RouterServer(uvicorn.Server):
         """`limits` of the door; None: as the router is configured. `announce` is called when it answers."""
         limits = limits or router_limits(router.config)
         app, self._face = create_router_app(router, limits)
-        self._connections = Connections(limits, router.metrics)
-        super().__init__(setup(app, self._connections))
-        self._announce = announce
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer."""
-        await super().startup(sockets)
-        receive_on(sockets, self._connections)
-        if self._announce is not None:
-            self._announce()
+        super().__init__(app, Connections(limits, router.metrics), announce)
 
     def start_readers(self) -> None:
         """Have what reads large bodies ready before the first one comes. Does not wait for it."""
-        self._face.start_readers()
+        self._face.readers.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what is under way, then close connections."""
         self._face.stop()
         await super().shutdown(sockets)
         await self._face.router.aclose()
-        self._face.close()
+        self._face.readers.close()
 
-    def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
-        """Run, and take the signal that ended it for what it is: a way to end."""
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
-            self.run(list(sockets))
+
+def router_limits(
+    config: RouterConfig,
+    *,
+    bound: str = LOOPBACK,
+    max_connections: int | None = None,
+    allowed_hosts: Iterable[str] = (),
+) -> Limits:
+    """The limits of a router that is bound to that address."""
+    return Limits(
+        request_timeout_s=config.request_timeout_s,
+        max_connections=max_connections or MAX_CONNECTIONS,
+        bodies_bytes=NUM_BODIES * config.max_body_bytes,
+        hosts=hosts_for(bound, key=config.api_key, allowed=allowed_hosts),
+    )

@@ -18,19 +18,17 @@ from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.disagg.prompt import Asking
 from headwater.engine.tokenizer import Tokenizer
 from headwater.metrics import Metrics
-from headwater.router.limits import router_limits
 from headwater.router.lookup import PrefixLookup
 from headwater.router.router import Router
-from headwater.router.server import RouterServer
+from headwater.router.server import RouterServer, router_limits
 from headwater.router.settings import RouterConfig
 from headwater.serve.asked import Messages, salt_of
 from headwater.serve.body import Fields
 from headwater.serve.errors import ApiError
-from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections
 from headwater.serve.prompts import encode
 from headwater.serve.reading import APIS, LargeBody
-from headwater.serve.sockets import address, curl, listen
+from headwater.serve.sockets import address, curl, keep_what_is_here, listen
 
 log = logging.getLogger("headwater")
 

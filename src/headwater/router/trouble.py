@@ -1,6 +1,7 @@
 """Why a node did not answer, and what follows from what it said. Values; nothing here waits or sends."""
 
 import enum
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -60,6 +61,15 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
         where = f" from block {at} on" if isinstance(at, int) else ""
         return Unanswered(Trouble.MISSING, f"{about} (what the ticket names is {kind}{where})")
     return Unanswered(Trouble.NOT_FINITE if error.get("code") == NOT_FINITE else Trouble.FAILED, about)
+
+
+def object_in(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that a node sent; None: it is none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def too_large(limit_bytes: int) -> Unanswered:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from headwater.router.routed_request import RoutedRequest, with_usage
+from headwater.router.trouble import object_in
 
 PARSED_BYTES: Final = 64 << 10  # an answer up to there is read as a whole; of a larger one, so much of the end
 
@@ -34,7 +35,7 @@ class WholeNodeAnswer:
         """An answer as it came; None: it is none."""
         if len(body) > PARSED_BYTES:
             return cls._read_large(body)
-        document = _object(body)
+        document = object_in(body)
         return cls(b"{", document) if document is not None and isinstance(document.get("choices"), list) else None
 
     @classmethod
@@ -43,7 +44,7 @@ class WholeNodeAnswer:
             return None
         at = body.rfind(_NAME, len(body) - PARSED_BYTES)
         behind_name = at >= 0 and body[at - _BLANKS : at].rstrip()[-1:] in (b",", b"{")
-        end = _object(b"{" + body[at:]) if behind_name else None
+        end = object_in(b"{" + body[at:]) if behind_name else None
         return cls(body) if end is None else cls(body[:at], end)
 
     def content(self, routed: RoutedRequest) -> bytes:
@@ -52,11 +53,3 @@ class WholeNodeAnswer:
             return self.head
         with_usage(self.end, routed)
         return self.head + json.dumps(self.end, allow_nan=False, separators=(",", ":")).encode()[1:]
-
-
-def _object(data: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -199,21 +199,18 @@ class Answer:
 
         Raises ApiError if there is no answer, or no more of it in time; ClientLeft.
         """
-        try:
-            return await self._next()
-        except ApiError as error:
-            self.error = error
-            raise
-
-    async def _next(self) -> tuple[Choice, TextPiece] | None:
         while self._num_over < len(self.choices):
             if self._client_left:  # what lies here is for nobody
                 raise ClientLeft("the client went away")
-            choice, output = await self._output()
-            if self.first_s is None and output.tokens:
-                self.first_s = self._loop.time()
-            if output.finish is not None:
-                self._end(choice, output)
+            try:
+                choice, output = await self._output()
+                if self.first_s is None and output.tokens:
+                    self.first_s = self._loop.time()
+                if output.finish is not None:
+                    self._end(choice, output)
+            except ApiError as error:
+                self.error = error
+                raise
             piece = choice.take(output)
             if choice.transcript.stopped and output.finish is None:
                 self._engine.cancel(choice.request)  # it says when it is over, and what it cost

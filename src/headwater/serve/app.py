@@ -11,30 +11,28 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from headwater.config.checks import is_loopback
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
+from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
 from headwater.serve.limits import SMALL_BYTES
-from headwater.serve.middleware import HEALTH, MODELS, application, prometheus
-from headwater.serve.openai import Chat, Completions
-from headwater.serve.pd_endpoints import ATTEMPTS, DECODE, PREFILL, Decode, Prefill
+from headwater.serve.middleware import application, prometheus
+from headwater.serve.pd_endpoints import Decode, Prefill
+from headwater.serve.reading import APIS
 from headwater.serve.revive import BRAIN, REVIVE, revive
 from headwater.serve.service import Service
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
-_METRICS: Final = "/metrics"
-_PATHS: Final = (HEALTH, MODELS, _METRICS, REVIVE, Completions.endpoint, Chat.endpoint, PREFILL, DECODE, ATTEMPTS)
+_PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
 
 
 def create_app(service: Service) -> Starlette:
@@ -94,14 +92,14 @@ def create_app(service: Service) -> Starlette:
     reviving = asyncio.Lock()
     routes = [
         Route(HEALTH, health),
-        Route(_METRICS, metrics),
+        Route(METRICS, metrics),
         Route(REVIVE, revival, methods=["POST"]),
         Route(MODELS, models),
         Route(MODELS + "/{name:path}", model),
         Route(PREFILL, Prefill(service), methods=["POST"]),
         Route(DECODE, Decode(service), methods=["POST"]),
         Route(ATTEMPTS + "/{attempt}", attempt),
-        *(Route(api.endpoint, Generate(service, api), methods=["POST"]) for api in (Completions(), Chat())),
+        *(Route(path, Generate(service, api), methods=["POST"]) for path, api in APIS.items()),
     ]
     fleet = FleetGuard(
         Authenticator(config.node_key, node_called(service.node, service.url)),
@@ -112,6 +110,6 @@ def create_app(service: Service) -> Starlette:
         limits=service.limits,
         metrics=running.metrics,
         paths=_PATHS,
-        key_for=lambda path: config.api_key,
+        api_key=config.api_key,
         fleet=fleet,
     )

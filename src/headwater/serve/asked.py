@@ -130,26 +130,24 @@ class Asked:
         return self.num_choices * len(self.prompts)
 
 
-def read_completion(body: Fields, endpoint: str) -> Asked:
-    """What a completion's body asks for. Raises ApiError, which names the field that is wrong."""
+def completion_fields(body: Fields) -> dict[str, Any]:
+    """Those of `Asked` that a completion's body says in its own way. Raises ApiError."""
     for name, harmless, message in _COMPLETION_REFUSED:
         body.refuse(name, harmless, message)
     logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
     echo = body.flag("echo")
     if echo and logprobs is not None:
         raise unsupported("echo", "echo is not supported together with logprobs: a prompt's tokens have none here")
-    return _read(
-        body,
-        endpoint,
-        prompts=completion_prompts(body),
-        add_special_tokens=body.flag("add_special_tokens", default=True),
-        max_tokens=body.integer("max_tokens", 1, _MAX_TOKENS),
-        logprobs=logprobs,
-        echo=echo,
-    )
+    return {
+        "prompts": completion_prompts(body),
+        "add_special_tokens": body.flag("add_special_tokens", default=True),
+        "max_tokens": body.integer("max_tokens", 1, _MAX_TOKENS),
+        "logprobs": logprobs,
+        "echo": echo,
+    }
 
 
-def read_chat(body: Fields, endpoint: str) -> Asked:
+def chat_fields(body: Fields) -> dict[str, Any]:
     """The same for a chat's."""
     for name, harmless, message in _CHAT_REFUSED:
         body.refuse(name, harmless, message)
@@ -159,18 +157,17 @@ def read_chat(body: Fields, endpoint: str) -> Asked:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     max_tokens = body.integer("max_completion_tokens", 1, _MAX_TOKENS)
     older = body.integer("max_tokens", 1, _MAX_TOKENS)  # its name before; checked all the same
-    return _read(
-        body,
-        endpoint,
-        prompts=chat_prompts(body),
-        add_special_tokens=body.flag("add_special_tokens"),
-        max_tokens=max_tokens if max_tokens is not None else older,
-        logprobs=(num_top or 0) if wanted else None,
-        echo=False,
-    )
+    return {
+        "prompts": chat_prompts(body),
+        "add_special_tokens": body.flag("add_special_tokens"),
+        "max_tokens": max_tokens if max_tokens is not None else older,
+        "logprobs": (num_top or 0) if wanted else None,
+        "echo": False,
+    }
 
 
-def _read(body: Fields, endpoint: str, **own: Any) -> Asked:
+def read_asked(body: Fields, endpoint: str, own: Mapping[str, Any]) -> Asked:
+    """What a body asks for, with the fields that are its API's `own`. Raises ApiError, which names what is wrong."""
     for name, harmless, message in _REFUSED:
         body.refuse(name, harmless, message)
     for name in ("user", "safety_identifier", "prompt_cache_key"):  # hints that change no answer

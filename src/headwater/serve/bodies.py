@@ -12,17 +12,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.serve import errors
 from headwater.serve.body import parse
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import SMALL_BYTES, Limits, Pace
 from headwater.serve.middleware import admission_of, until_s
 
-try:
+with needs_extra("serve"):
     from starlette.requests import Request
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
 
 
 class _Coming:

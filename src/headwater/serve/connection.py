@@ -24,19 +24,17 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.disagg.headers import REQUEST_ID, TIMEOUT
 from headwater.serve import errors
 from headwater.serve.connections import Admission, ConnectionPhase, Connections, Cut
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, Pace
 
-try:
+with needs_extra("serve"):
     import h11
     from h11._receivebuffer import ReceiveBuffer  # there is no other place between h11 and what it takes apart
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
 
 if TYPE_CHECKING:
     import asyncio

@@ -4,7 +4,7 @@ A message says what is wrong and what would be right; it never holds a traceback
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.results import Reason
@@ -36,6 +36,23 @@ class ApiError(HeadwaterError):
     def document(self) -> dict[str, object]:
         """The body, in OpenAI's shape."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class PassedOn(ApiError):
+    """Another server's own error, on its way to the client as it is."""
+
+    def __init__(self, status: int, document: Mapping[str, Any]) -> None:
+        super().__init__(status, "whoever was asked refused this request")
+        self._document = dict(document)
+
+    def document(self) -> dict[str, object]:
+        """The body."""
+        return self._document
+
+
+def _try_later(status: int, message: str, code: str, *, kind: str = "server_error", **headers: str) -> ApiError:
+    """There is no room now, and may soon be."""
+    return ApiError(status, message, kind=kind, code=code, headers={"Retry-After": str(RETRY_AFTER_S), **headers})
 
 
 def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
@@ -86,9 +103,7 @@ def not_of_the_fleet(message: str) -> ApiError:
 def too_large(limit_bytes: int) -> ApiError:
     """413: the body."""
     return ApiError(
-        413,
-        f"the body is larger than the {limit_bytes} bytes that this server reads",
-        code="body_too_large",
+        413, f"the body is larger than the {limit_bytes} bytes that this server reads", code="body_too_large"
     )
 
 
@@ -124,46 +139,23 @@ def slow_body() -> ApiError:
 
 def crowded() -> ApiError:
     """503: no connection is free."""
-    return ApiError(
-        503,
-        "this server has as many connections as it takes: try again later",
-        kind="server_error",
-        code="too_many_connections",
-        headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
-    )
+    message = "this server has as many connections as it takes: try again later"
+    return _try_later(503, message, "too_many_connections", Connection="close")
 
 
 def bodies_full() -> ApiError:
     """503: for a large body, when others' are held."""
-    return ApiError(
-        503,
-        "this server holds as many bytes of bodies as it may: try again later",
-        kind="server_error",
-        code="too_many_bytes",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
-    )
+    return _try_later(503, "this server holds as many bytes of bodies as it may: try again later", "too_many_bytes")
 
 
 def bodies_waiting() -> ApiError:
     """503: for a body, when too many wait to be read."""
-    return ApiError(
-        503,
-        "as many bodies wait to be read as may: try again later",
-        kind="server_error",
-        code="too_many_bodies",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
-    )
+    return _try_later(503, "as many bodies wait to be read as may: try again later", "too_many_bodies")
 
 
 def reader_ended() -> ApiError:
     """503: what reads large bodies ended in the middle of this one, twice."""
-    return ApiError(
-        503,
-        "the process that reads large bodies ended: try again later",
-        kind="server_error",
-        code="not_read",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
-    )
+    return _try_later(503, "the process that reads large bodies ended: try again later", "not_read")
 
 
 def wrong_host(host: str) -> ApiError:
@@ -177,13 +169,7 @@ def wrong_host(host: str) -> ApiError:
 
 def queue_full() -> ApiError:
     """429: come back later."""
-    return ApiError(
-        429,
-        "too many requests are waiting: try again later",
-        kind="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
-    )
+    return _try_later(429, "too many requests are waiting: try again later", "queue_full", kind="rate_limit_error")
 
 
 def closing() -> ApiError:
@@ -193,13 +179,7 @@ def closing() -> ApiError:
 
 def no_room() -> ApiError:
     """503: at once, and nothing was begun."""
-    return ApiError(
-        503,
-        "there is no room for this request now: ask another node, or try again later",
-        kind="server_error",
-        code="no_room",
-        headers={"Retry-After": str(RETRY_AFTER_S)},
-    )
+    return _try_later(503, "there is no room for this request now: ask another node, or try again later", "no_room")
 
 
 def wrong_role(message: str) -> ApiError:

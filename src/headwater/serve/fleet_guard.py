@@ -9,16 +9,13 @@ import hashlib
 from typing import Final
 from urllib.parse import quote
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
+from headwater.disagg.headers import FLEET
 from headwater.disagg.node_auth import AUTH, HELLO, HELLO_PATH, Admitted, Authenticator, NotAdmitted
 from headwater.serve import errors
 
-try:
+with needs_extra("serve"):
     from starlette.types import Message, Receive, Scope
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
-
-_FLEET: Final = "/pd/"
 
 
 class FleetGuard:
@@ -35,7 +32,7 @@ class FleetGuard:
         try:
             if scope["path"] == HELLO_PATH:
                 return self._authenticator.admit_hello(headers.get(HELLO.encode()))
-            if scope["path"].startswith(_FLEET) or AUTH.encode() in headers:
+            if scope["path"].startswith(FLEET) or AUTH.encode() in headers:
                 return self._authenticator.admit(
                     headers.get(AUTH.encode()), method=scope["method"], target=_target(scope)
                 )

@@ -4,78 +4,50 @@ Invariant: a stream begins with the first piece of text, so what fails before it
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.core.role import Role
 from headwater.disagg.headers import FIRST_SECONDS, POOL_SECONDS
 from headwater.serve import errors
-from headwater.serve.answer import Answer, ClientLeft
+from headwater.serve.answer import Answer, Choice
 from headwater.serve.asked import Asked
 from headwater.serve.errors import ApiError
-from headwater.serve.logprobs import token_id
-from headwater.serve.openai import Api, Head, token_counts, usage_document
+from headwater.serve.logprobs import NameToken, token_id
+from headwater.serve.openai import Api, Head, Said, dump, token_counts, usage_document
 from headwater.serve.phases import phases_of
 from headwater.serve.service import Arrival, Service
 from headwater.serve.transcript import TextPiece
-from headwater.serve.whole import MAX_ANSWER_BYTES, WholeAnswer
 
-try:
-    from starlette.requests import ClientDisconnect, Request
+with needs_extra("serve"):
+    from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
 
+MAX_ANSWER_BYTES: Final = 32 << 20  # of one in one piece; less than a router holds (`max_answer_bytes`)
 _STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
-class Endpoint(ABC):
-    """What computes something for a client, or for a router."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        self._check_role()
-        try:
-            with self._service.arriving(Request(scope, receive)) as arrival:
-                await self._handle(arrival, send)
-        except (ClientDisconnect, ClientLeft):  # nobody is there
-            return
-
-    @abstractmethod
-    def _check_role(self) -> None:
-        """Raise ApiError if this node does not do that."""
-
-    @abstractmethod
-    async def _handle(self, arrival: Arrival, send: Send) -> None:
-        """Answer. Raises ApiError."""
-
-
-class Generate(Endpoint):
+class Generate:
     """One of OpenAI's endpoints, at a node that does all of it."""
 
     def __init__(self, service: Service, api: Api) -> None:
-        super().__init__(service)
+        self._service = service
         self._api = api
 
-    def _check_role(self) -> None:
-        config = self._service.config
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError."""
+        service, api, config = self._service, self._api, self._service.config
         if config.role is not Role.MIXED:
             where = " or ".join(config.routers) or "its router (`headwater router`)"
             raise errors.wrong_role(f"this is a {config.role} node, which answers routers only: ask {where}")
-
-    async def _handle(self, arrival: Arrival, send: Send) -> None:
-        service, api = self._service, self._api
-        question = await service.read(arrival, api)
-        with service.places(question.num_answers):
-            answer = service.submit(arrival, api, question)
-            with service.answering(arrival, answer):
-                await Reply(service, arrival, api, question.asked, answer).send(send)
+        with service.arriving(Request(scope, receive)) as arrival:
+            question = await service.read(arrival, api)
+            with service.places(question.num_answers):
+                answer = service.submit(arrival, api, question)
+                with service.answering(arrival, answer):
+                    await Reply(service, arrival, api, question.asked, answer).send(send)
 
 
 class Reply:
@@ -93,18 +65,15 @@ class Reply:
         """All of it. Raises ApiError if nothing of it was sent."""
         if self._asked.stream:
             await self._stream(send)
-        else:
-            body = await self._whole()
-            response = Response(body, media_type="application/json", headers=dict(self._times()))
-            await response(self._arrival.http.scope, self._arrival.http.receive, send)
-
-    async def _whole(self) -> bytes:
-        answer = self._answer
+            return
+        answer, http = self._answer, self._arrival.http
         whole = WholeAnswer(self._api, self._head, len(answer.choices), max_bytes=MAX_ANSWER_BYTES)
         while (more := await answer.next()) is not None:
             choice, piece = more
             whole.add(choice.index, piece, self._name)
-        return whole.body(answer.choices, self._usage())
+        body = whole.body(answer.choices, self._usage())
+        response = Response(body, media_type="application/json", headers=dict(self._times()))
+        await response(http.scope, http.receive, send)
 
     async def _stream(self, send: Send) -> None:
         answer, head, asked = self._answer, self._head, self._asked
@@ -159,6 +128,39 @@ class Reply:
 
     def _name(self, token: int) -> str:
         return token_id(token) if self._asked.tokens_as_ids else self._service.token_names(token)
+
+
+class WholeAnswer:
+    """An answer in one piece: its JSON is made while it comes, so that no part of the making takes long.
+
+    A token with twenty alternatives is a kilobyte of JSON, and an answer may have very many tokens: made at its end,
+    all at once, it would hold up everybody else for seconds. Made with each token it costs what a stream's events cost.
+
+    Invariant: it is no larger than its limit. It is given up when it grows beyond, not when it is complete.
+    """
+
+    def __init__(self, api: Api, head: Head, num_choices: int, *, max_bytes: int) -> None:
+        self._api = api
+        self._head = head
+        self._said = [Said() for _ in range(num_choices)]
+        self._left_bytes = max_bytes
+        self._max_bytes = max_bytes
+
+    def add(self, index: int, piece: TextPiece, name: NameToken) -> None:
+        """More of a choice; `name` says what a token is called. Raises ApiError if that is too much."""
+        told = self._api.logprobs(piece.likelihoods, name)
+        self._left_bytes -= self._said[index].add(piece.text, told)
+        if self._left_bytes < 0:
+            raise errors.answer_too_large(self._max_bytes)
+
+    def body(self, choices: Sequence[Choice], usage: dict[str, Any] | None) -> bytes:
+        """All of it, when every choice has ended."""
+        head = dump(self._head.document(self._api.whole, [])).removesuffix(b"]}")  # where the choices go
+        parts = [
+            self._api.whole_choice(one.index, said, one.finish_reason)
+            for one, said in zip(choices, self._said, strict=True)
+        ]
+        return b"%b%b],%b:%b}" % (head, b",".join(parts), dump("usage"), dump(usage))
 
 
 async def _send_event(send: Send, document: Mapping[str, Any]) -> None:

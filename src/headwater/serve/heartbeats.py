@@ -18,22 +18,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.core.node_key import NodeKey
+from headwater.disagg.headers import NODES
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, NotProven, Signer
 from headwater.disagg.signing import SignedBy
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"heartbeats need {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
 
 Say = Callable[[float], Heartbeat]  # from a lease, what is to be said now
 
-_PATH: Final = "/pd/nodes"
 _TIMEOUT_S: Final = 2.0  # for one heartbeat, or a third of the lease if that is less
 _DOWN: Final = "down"
 _NAME_S: Final = 30.0  # at most, for a name that another has; or a lease
@@ -114,7 +112,7 @@ class HeartbeatSender:
         try:
             async with asyncio.timeout(min(_TIMEOUT_S, self._lease_s / 3)):
                 document = self._say(lease_s).document()
-                found = await self._client.post(url + _PATH, json=document, auth=self._auth[url])
+                found = await self._client.post(url + NODES, json=document, auth=self._auth[url])
         except NotProven as error:
             if error.status >= 500:  # something before it says that it is down
                 self._down(url, f"status {error.status}")

@@ -11,11 +11,11 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final
 
-from headwater.core.errors import NotInstalled
-from headwater.disagg.headers import REQUEST_ID, TIMEOUT
+from headwater.core.errors import needs_extra
+from headwater.disagg.headers import ATTEMPTS, HEALTH, MODELS, REQUEST_ID, TIMEOUT
 from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.metrics import Metrics
 from headwater.serve import errors
@@ -25,7 +25,7 @@ from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard, checked
 from headwater.serve.limits import Limits
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
@@ -33,11 +33,6 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a server needs {error.name}: pip install 'headwater[serve]'") from error
-
-HEALTH: Final = "/health"
-MODELS: Final = "/v1/models"
 
 _ID: Final = re.compile(r"[!-~]{1,128}")
 _SCOPE: Final = "headwater_request_id"
@@ -53,15 +48,15 @@ class Guard:
         limits: Limits,
         metrics: Metrics,
         paths: Collection[str],
-        key_for: Callable[[str], str | None],
+        api_key: str | None,
         fleet: FleetGuard,
     ) -> None:
-        """`key_for` says which key a path wants of clients, None: none. `paths` are told apart in the metrics."""
+        """`api_key` is what clients show, None: nobody is asked for one. `paths` are told apart in the metrics."""
         self._app = app
         self._limits = limits
         self._metrics = metrics
         self._paths = paths
-        self._key_for = key_for
+        self._api_key = api_key
         self._fleet = fleet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +108,7 @@ class Guard:
             self._metrics.count("http_requests_total", endpoint=self._endpoint(scope["path"]), status=status)
 
     def _endpoint(self, path: str) -> str:
-        for family in (MODELS, "/pd/attempts"):
+        for family in (MODELS, ATTEMPTS):
             if path.startswith(family + "/"):
                 path = family
         return path if path in self._paths else "other"
@@ -123,9 +118,8 @@ class Guard:
         host = _header(scope, "host")
         if host is not None and not self._limits.answers_host(host):
             raise errors.wrong_host(host)
-        path = scope["path"]
-        key = self._key_for(path)
-        if path == HEALTH or (key is None and not self._fleet.members_only):
+        key = self._api_key
+        if scope["path"] == HEALTH or (key is None and not self._fleet.members_only):
             return
         if key is None:
             raise errors.wrong_key()
@@ -141,7 +135,7 @@ def application(
     limits: Limits,
     metrics: Metrics,
     paths: Collection[str],
-    key_for: Callable[[str], str | None],
+    api_key: str | None,
     fleet: FleetGuard,
 ) -> Starlette:
     """An application behind the door, that answers with OpenAI's errors whatever goes wrong."""
@@ -153,7 +147,7 @@ def application(
                 limits=limits,
                 metrics=metrics,
                 paths=frozenset((*paths, HELLO_PATH)),
-                key_for=key_for,
+                api_key=api_key,
                 fleet=fleet,
             )
         ],
@@ -187,6 +181,12 @@ def timeout_s(http: Request) -> float:
 def until_s(http: Request) -> float:
     """When it stops to wait, on the event loop's clock. Raises ApiError."""
     return admission_of(http.scope).began_s + timeout_s(http)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client has left. Nobody else may receive meanwhile."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def prometheus(metrics: Metrics) -> Response:

@@ -6,12 +6,20 @@ Pure values in and out; no sockets, no engine. Beyond OpenAI's shapes, answers h
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from headwater.engine.request import Usage
-from headwater.serve.asked import Asked, Prompt, chat_prompts, completion_prompts, read_chat, read_completion
+from headwater.serve.asked import (
+    Asked,
+    Prompt,
+    chat_fields,
+    chat_prompts,
+    completion_fields,
+    completion_prompts,
+    read_asked,
+)
 from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
 
@@ -31,17 +39,15 @@ class Api(ABC):
     part: ClassVar[str]  # of a chunk
     default_max_tokens: ClassVar[int | None]  # None: as many as there is room for
 
-    @abstractmethod
+    # The fields of a body that this API says in its own way; its prompts alone, whatever else it says. Raise ApiError.
+    fields: Callable[[Fields], dict[str, Any]]
+    prompts: Callable[[Fields], tuple[Prompt, ...]]
+    # Log-probabilities of tokens; None where there are none. The second argument says what a token is called.
+    logprobs: Callable[[Sequence["Likelihood"], NameToken], Document | None]
+
     def read(self, body: Fields) -> Asked:
         """Check a body; ApiError says which field is wrong."""
-
-    @abstractmethod
-    def prompts(self, body: Fields) -> tuple[Prompt, ...]:
-        """A body's prompts alone, whatever else it says. Raises ApiError."""
-
-    @abstractmethod
-    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
-        """Log-probabilities of tokens; None where there are none. `name` says what a token is called."""
+        return read_asked(body, self.endpoint, self.fields(body))
 
     @abstractmethod
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
@@ -62,18 +68,9 @@ class Completions(Api):
     id_prefix = "cmpl-"
     whole = part = "text_completion"
     default_max_tokens = 16
-
-    def read(self, body: Fields) -> Asked:
-        """Check a body; ApiError says which field is wrong."""
-        return read_completion(body, self.endpoint)
-
-    def prompts(self, body: Fields) -> tuple[Prompt, ...]:
-        """A body's prompts alone."""
-        return completion_prompts(body)
-
-    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
-        """Lists side by side."""
-        return completion_logprobs(likelihoods, name)
+    fields = staticmethod(completion_fields)
+    prompts = staticmethod(completion_prompts)
+    logprobs = staticmethod(completion_logprobs)
 
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""
@@ -97,18 +94,9 @@ class Chat(Api):
     whole = "chat.completion"
     part = "chat.completion.chunk"
     default_max_tokens = None
-
-    def read(self, body: Fields) -> Asked:
-        """Check a body; ApiError says which field is wrong."""
-        return read_chat(body, self.endpoint)
-
-    def prompts(self, body: Fields) -> tuple[Prompt, ...]:
-        """A body's conversation alone."""
-        return chat_prompts(body)
-
-    def logprobs(self, likelihoods: Sequence["Likelihood"], name: NameToken) -> Document | None:
-        """One entry per token."""
-        return chat_logprobs(likelihoods, name)
+    fields = staticmethod(chat_fields)
+    prompts = staticmethod(chat_prompts)
+    logprobs = staticmethod(chat_logprobs)
 
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:
         """A whole answer."""

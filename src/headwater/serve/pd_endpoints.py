@@ -12,12 +12,16 @@ import asyncio
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
 from headwater.core.role import Role
+from headwater.disagg.headers import DECODE, PREFILL
 from headwater.disagg.prompt import check_prompt
 from headwater.disagg.protocol import Ticket, decode
 from headwater.disagg.used import TicketUse, UsedTickets
@@ -25,41 +29,46 @@ from headwater.engine.request import Sending, Taking
 from headwater.serve import errors
 from headwater.serve.answer import Answer
 from headwater.serve.errors import HandoffFailed
-from headwater.serve.generate import Endpoint, Reply
+from headwater.serve.generate import Reply
 from headwater.serve.phases import phases_of
 from headwater.serve.reading import APIS, Question
 from headwater.serve.service import Arrival, Service
 
-try:
+with needs_extra("serve"):
+    from starlette.requests import Request
     from starlette.responses import JSONResponse
-    from starlette.types import Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
+    from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger("headwater")
-
-PREFILL: Final = "/pd/prefill"
-DECODE: Final = "/pd/decode"
-ATTEMPTS: Final = "/pd/attempts"
 
 _TICKET_BYTES: Final = 16 << 20  # more of a body, for a ticket in it
 _SEVERAL: Final = "tickets"  # of a body with several prompts, one for each
 _UNSEALED: Final = "the ticket is not sealed with this node's key, or was changed: start all nodes with the same key"
 
 
-class _Asked(Endpoint):
+class _ForRouters(ABC):
     """An endpoint for routers, at nodes of one role."""
 
     role: Role
     path: str
 
-    def _check_role(self) -> None:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Raises ApiError."""
         role = self._service.config.role
         if role is not self.role:
             raise errors.wrong_role(f"this is a {role} node, and {self.path} wants one with --role {self.role}")
+        with self._service.arriving(Request(scope, receive)) as arrival:
+            await self._handle(arrival, send)
+
+    @abstractmethod
+    async def _handle(self, arrival: Arrival, send: Send) -> None:
+        """Answer. Raises ApiError."""
 
 
-class Prefill(_Asked):
+class Prefill(_ForRouters):
     """A prompt, computed and written; its ticket."""
 
     role = Role.PREFILL
@@ -76,14 +85,14 @@ class Prefill(_Asked):
         )
         with service.places(len(question.prompts)):
             answer = service.submit(arrival, api, question, handoffs=[handoff] * len(question.prompts))
-            with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
+            with service.answering(arrival, answer), _logged(self.path, arrival, answer):
                 while await answer.next() is not None:
                     pass
                 document = _sent(answer, service.config.node_key)
                 await JSONResponse(document)(arrival.http.scope, arrival.http.receive, send)
 
 
-class Decode(_Asked):
+class Decode(_ForRouters):
     """The answer to a ticket."""
 
     role = Role.DECODE
@@ -113,7 +122,7 @@ class Decode(_Asked):
                 taken.append(ticket.nonce)
             with service.places(num_answers):
                 answer = service.submit(arrival, api, question, handoffs=handoffs)
-                with service.answering(arrival, answer), _LogLine(self.path, arrival, answer):
+                with service.answering(arrival, answer), _logged(self.path, arrival, answer):
                     await Reply(service, arrival, api, question.asked, answer).send(send)
         finally:
             if answer is None or not answer.begun:
@@ -150,27 +159,22 @@ class Decode(_Asked):
         return ticket
 
 
-class _LogLine:
+@contextmanager
+def _logged(path: str, arrival: Arrival, answer: Answer) -> Iterator[None]:
     """One line in the log for each request, whatever became of it."""
-
-    def __init__(self, path: str, arrival: Arrival, answer: Answer) -> None:
-        self._path = path
-        self._arrival = arrival
-        self._answer = answer
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, trace: object) -> None:
-        answer, usage = self._answer, self._answer.usage
-        error = answer.error or raised
-        end = "gone" if error is None and answer.finish_reason is None else answer.finish_reason or str(error)
+    raised: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        why, usage = answer.error or raised, answer.usage
+        end = "gone" if why is None and answer.finish_reason is None else answer.finish_reason or str(why)
         phases = {} if usage is None else phases_of(usage, answer.handoff)
         told = ", ".join(f"{name} {seconds:.4f}" for name, seconds in phases.items())
         level = logging.INFO if answer.error is None else logging.WARNING
-        log.log(
-            level, "%s %s attempt %s: %s (%s)", self._path, self._arrival.request_id, self._arrival.attempt, end, told
-        )
+        log.log(level, "%s %s attempt %s: %s (%s)", path, arrival.request_id, arrival.attempt, end, told)
 
 
 def _sent(answer: Answer, key: NodeKey) -> dict[str, Any]:

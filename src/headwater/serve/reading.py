@@ -66,23 +66,10 @@ class Reader:
         self._max_answers = max_answers
         self._vocab_size = vocab_size
 
-    def question(self, endpoint: str, body: bytes) -> Question:
-        """A client's body."""
-        return self._question(APIS[endpoint], Fields(parse(body)))
-
-    def envelope(self, body: bytes) -> Envelope:
-        """A router's."""
-        fields = Fields(parse(body))
-        endpoint = fields.text("endpoint") or ""
-        if endpoint not in APIS:
-            raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(APIS)}")
-        asked = fields.get("body")
-        if not isinstance(asked, dict):
-            raise errors.invalid("body", "body must be the client's, an object")
-        return Envelope(endpoint, self._question(APIS[endpoint], Fields(asked)), fields.get("ticket"))
-
-    def _question(self, api: Api, body: Fields) -> Question:
-        asked = api.read(body)
+    def question(self, endpoint: str, body: bytes | dict[str, object]) -> Question:
+        """A client's body, as it came or as it lay in an envelope."""
+        api = APIS[endpoint]
+        asked = api.read(Fields(parse(body) if isinstance(body, bytes) else body))
         if asked.model not in (None, self._model):
             raise errors.unknown_model(asked.model or "", self._model)
         self._check(asked, api)
@@ -95,6 +82,17 @@ class Reader:
             prompts.append(tokens)
         echoes = [self._echo(asked, *one) for one in zip(asked.prompts, prompts, strict=True)] if asked.echo else []
         return Question(replace(asked, prompts=()), prompts, echoes)
+
+    def envelope(self, body: bytes) -> Envelope:
+        """A router's."""
+        fields = Fields(parse(body))
+        endpoint = fields.text("endpoint") or ""
+        if endpoint not in APIS:
+            raise errors.invalid("endpoint", f"endpoint must be one of {', '.join(APIS)}")
+        asked = fields.get("body")
+        if not isinstance(asked, dict):
+            raise errors.invalid("body", "body must be the client's, an object")
+        return Envelope(endpoint, self.question(endpoint, asked), fields.get("ticket"))
 
     def _echo(self, asked: Asked, prompt: Prompt, tokens: list[int]) -> str:
         """A prompt as text."""

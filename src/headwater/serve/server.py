@@ -7,46 +7,34 @@ seconds to close. Closing the engine and its stores is their owner's business, a
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Final
 
-from headwater.core.errors import NotInstalled
 from headwater.serve.app import create_app
 from headwater.serve.connections import Connections
 from headwater.serve.heartbeats import HeartbeatSender
 from headwater.serve.service import Service
-from headwater.serve.sockets import receive_on, setup
-
-try:
-    import uvicorn
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
+from headwater.serve.sockets import DoorServer
 
 _LOOK_S: Final = 0.05  # between looks whether the last request has ended
 
 
-class Server(uvicorn.Server):
-    """Serves one application on sockets it is given. `run` blocks until a signal or `should_exit`."""
+class Server(DoorServer):
+    """Serves a node, and tells its routers."""
 
     def __init__(
         self, service: Service, *, beats: HeartbeatSender | None = None, announce: Callable[[], None] | None = None
     ) -> None:
         """`announce` is called when the server answers."""
-        self._connections = Connections(service.limits, service.running.metrics)
-        super().__init__(setup(create_app(service), self._connections))
+        super().__init__(create_app(service), Connections(service.limits, service.running.metrics), announce)
         self._service = service
         self._beats = beats
-        self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer. Raises InvalidConfig if a router refuses this node."""
         if self._beats is not None:  # before: a node that is refused never answers. Who asks meanwhile waits a moment
             await self._beats.join()
         await super().startup(sockets)
-        receive_on(sockets, self._connections)
-        if self._announce is not None:
-            self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way end, or cancel it; then close connections."""
@@ -58,14 +46,9 @@ class Server(uvicorn.Server):
         if self._beats is not None:
             await self._beats.leave()
         await super().shutdown(sockets)
-        self._service.close()
+        self._service.readers.close()
 
     async def _drain(self) -> None:
         until_s = asyncio.get_running_loop().time() + self._service.config.drain_s
         while self._service.num_inside and asyncio.get_running_loop().time() < until_s and not self.force_exit:
             await asyncio.sleep(_LOOK_S)
-
-    def serve_forever(self, sockets: Sequence[socket.socket]) -> None:
-        """Run, and take the signal that ended it for what it is: a way to end."""
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
-            self.run(list(sockets))

@@ -24,31 +24,29 @@ from typing import Any, Final
 from headwater.build import Running
 from headwater.config.environment import default_node
 from headwater.config.serve import ServeConfig
-from headwater.core.errors import InvalidInput, NotInstalled, ResourceClosed
+from headwater.core.errors import InvalidInput, ResourceClosed, needs_extra
 from headwater.disagg.headers import ATTEMPT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
 from headwater.serve import errors
-from headwater.serve.answer import Answer, Unread
+from headwater.serve.answer import Answer, ClientLeft, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
 from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
-from headwater.serve.middleware import admission_of, request_id, timeout_s
+from headwater.serve.middleware import admission_of, request_id, timeout_s, until_gone
 from headwater.serve.openai import Api
 from headwater.serve.phases import phases_of
 from headwater.serve.prompts import require_room
 from headwater.serve.reader_process import directory_digest
-from headwater.serve.readers import Readers, Spare
+from headwater.serve.readers import Readers
 from headwater.serve.reading import Envelope, Question, Reader
 from headwater.serve.transcript import Transcript
 
-try:
-    from starlette.requests import Request
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"the server needs {error.name}: pip install 'headwater[serve]'") from error
+with needs_extra("serve"):
+    from starlette.requests import ClientDisconnect, Request
 
 _WORD: Final = re.compile(r"[!-~]{1,128}")
 _MAX_TOLD: Final = 1 << 18  # log-probabilities in an answer in one piece: 12,483 tokens with 20 alternatives each
@@ -81,7 +79,7 @@ class Arrival:
 
 
 class Service:
-    """An engine and who is being answered. For the event loop's thread; `close` it there."""
+    """An engine and who is being answered. For the event loop's thread; close its `readers` there."""
 
     def __init__(self, running: Running, config: ServeConfig, limits: Limits | None = None, *, url: str = "") -> None:
         """`limits` of the door; None: as the config says. `url` is where routers find this node."""
@@ -108,7 +106,7 @@ class Service:
             "vocab_size": running.engine.model.vocab_size,
         }
         here = Reader(running.tokenizer, **reader)
-        self._readers = Readers(
+        self.readers: Final = Readers(
             {"question": here.question, "envelope": here.envelope},
             max_body_bytes=config.max_body_bytes,
             max_waiting=self.limits.max_unread,
@@ -117,19 +115,14 @@ class Service:
             **reader,
         )
 
-    def start_readers(self, spares: list[Spare] | None = None) -> None:
-        """Have what reads large bodies ready before the first one comes. Does not wait for it. Takes spares, if any."""
-        self._readers.start(spares)
-
-    def close(self) -> None:
-        """Read no more. Blocks for a moment. Idempotent."""
-        self._readers.close()
-
     # --- in and out ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def arriving(self, http: Request) -> Iterator[Arrival]:
-        """Come in with a request, before its body is read. Raises ApiError if there is no room now, or no more."""
+        """Come in with a request, before its body is read; a client that leaves ends the block.
+
+        Raises ApiError if there is no room now, or no more.
+        """
         self._require_places(1)
         said = http.headers.get(ATTEMPT)
         if said is not None and not _WORD.fullmatch(said):
@@ -146,6 +139,8 @@ class Service:
         self._attempts[arrival.attempt] = None
         try:
             yield arrival
+        except (ClientDisconnect, ClientLeft):  # nobody is there
+            return
         finally:
             del self._attempts[arrival.attempt]
 
@@ -200,7 +195,7 @@ class Service:
         """Take no more requests: those that are not here yet, or not read, hear so at once."""
         self.stopping = True
         self.bodies.stop()
-        self._readers.stop()
+        self.readers.stop()
 
     def stop(self) -> None:
         """Cancel all answers, and take no more requests."""
@@ -229,18 +224,16 @@ class Service:
     async def read(self, arrival: Arrival, api: Api) -> Question:
         """What a client's body asks for. Raises ApiError; waits for the client."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes) as body:
-            question: Question = await self._read(arrival, "question", api.endpoint, body)
+            question: Question = await self.readers.read(
+                "question", api.endpoint, body, num_bytes=len(body), until_s=arrival.until_s
+            )
             return question
 
     async def read_envelope(self, arrival: Arrival, more_bytes: int) -> Envelope:
         """The same, of a body in a router's envelope, which may have so many bytes more."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes + more_bytes) as body:
-            envelope: Envelope = await self._read(arrival, "envelope", body)
+            envelope: Envelope = await self.readers.read("envelope", body, num_bytes=len(body), until_s=arrival.until_s)
             return envelope
-
-    async def _read(self, arrival: Arrival, what: str, *arguments: Any) -> Any:
-        """Have a body read by a method of Reader, here or elsewhere."""
-        return await self._readers.read(what, *arguments, num_bytes=len(arguments[-1]), until_s=arrival.until_s)
 
     def submit(
         self, arrival: Arrival, api: Api, question: Question, *, handoffs: Sequence[Sending | Taking] = ()
@@ -338,6 +331,5 @@ def _require_few_logprobs(question: Question) -> None:
 
 
 async def _notice_leaving(http: Request, answer: Answer) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+    await until_gone(http.receive)
     answer.leave()

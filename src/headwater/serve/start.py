@@ -19,12 +19,11 @@ from headwater.core.errors import InvalidConfig
 from headwater.core.role import Role
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.serve.heartbeats import HeartbeatSender
-from headwater.serve.keep import keep_what_is_here
 from headwater.serve.limits import fit_connections, limits_of
 from headwater.serve.readers import spare_readers
 from headwater.serve.server import Server
 from headwater.serve.service import Service
-from headwater.serve.sockets import address, curl, listen
+from headwater.serve.sockets import address, curl, keep_what_is_here, listen
 
 log = logging.getLogger("headwater")
 
@@ -58,7 +57,7 @@ def run(config: ServeConfig, *, any_port: bool, say: Callable[[str], None]) -> N
             )
 
             def announce() -> None:
-                service.start_readers(spares)
+                service.readers.start(spares)
                 keep_what_is_here()
                 if config.role is Role.MIXED:
                     say(f"{running.name} answers on {address(listener)}/v1")

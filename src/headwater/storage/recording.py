@@ -8,7 +8,7 @@ line says that it is *cut*, the log too, and what comes afterwards is counted as
 Who records (`FileRecorder`) puts events into a queue, and never waits; a thread makes lines of them. Prompts are long
 and come again and again, so a list of keys is written as the list that it begins with and the rest.
 
-Not here: what happens with the events (`replay/events.py`).
+Not here: how it is read, and what happens with the events then (`lab/replay/recording.py`, `events.py`).
 """
 
 import dataclasses
@@ -18,25 +18,24 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from headwater.config.cache import CacheConfig, TierConfig
+from headwater.config.cache import CacheConfig
 from headwater.config.serve import MIN_RECORD_BYTES
 from headwater.core import encoding
 from headwater.core import events as ev
-from headwater.core.errors import InvalidConfig, InvalidInput
+from headwater.core.errors import InvalidConfig
 from headwater.core.keys import BlockKey
-from headwater.core.results import Status
 from headwater.core.version import __version__
 from headwater.metrics import Metrics
 
 log: Final = logging.getLogger("headwater")
 
-_FORMATS: Final = "headwater recording "  # and a number
-FORMAT: Final = f"{_FORMATS}2"  # a new number whenever events, instructions or configs change their names or meaning
+FORMATS: Final = "headwater recording "  # and a number
+FORMAT: Final = f"{FORMATS}2"  # a new number whenever events, instructions or configs change their names or meaning
 _LAST_BYTES: Final = 512  # kept for the last line
 _MOST_QUEUED: Final = 8192  # events that are not written yet
 _BATCH_BYTES: Final = 1 << 20
@@ -74,16 +73,6 @@ class Began:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Heard:
-    """It heard an event: what it said to that, as a fingerprint; or that it refused it; or why it failed at it."""
-
-    event: ev.Event
-    said: str = ""
-    refused: bool = False
-    failed: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class RecordingEnded:
     """The cache was closed: the state of its brain, and how many events it had heard of all brains."""
 
@@ -98,7 +87,6 @@ class RecordingCut:
     why: str
 
 
-Line: TypeAlias = Began | Heard | RecordingEnded | RecordingCut
 _Raw: TypeAlias = tuple[ev.Event, tuple[ev.Instruction, ...] | None, str]  # None: refused; else why it failed
 
 
@@ -271,88 +259,6 @@ class _RecordingLines:
             self._lists[keys[-1]] = (self._num_lists, len(keys), _digest(keys))
             self._num_lists += 1
         return {"after": after, "more": [key.hex() for key in keys[start:]]}
-
-
-class _Reader:
-    """Reads documents back. Raises KeyError, TypeError, ValueError, IndexError for what is none."""
-
-    def __init__(self) -> None:
-        self._lists: list[tuple[BlockKey, ...]] = []
-
-    def line(self, document: dict[str, Any]) -> Line:
-        if "brain" in document:
-            config = dict(document["config"])
-            tiers = tuple(TierConfig(**tier) for tier in config.pop("tiers"))
-            return Began(
-                document["brain"],
-                CacheConfig(**config, tiers=tiers),
-                tuple(document["withheld"]),
-                document["first_job"],
-            )
-        if "end" in document:
-            return RecordingEnded(document["end"], document["events"])
-        if "cut" in document:
-            return RecordingCut(document["cut"])
-        event = self._event(document["event"])
-        return Heard(event, document.get("said", ""), document.get("refused", False), document.get("failed", ""))
-
-    def _event(self, document: dict[str, Any]) -> ev.Event:
-        more: dict[str, Any] = {}
-        if document["is"] in (ev.Arrived.__name__, ev.Filled.__name__):
-            more["keys"] = self._keys(document.pop("keys"))
-            document["keys"] = []
-        elif document["is"] == ev.JobDone.__name__:
-            more["results"] = tuple(Status(result) for result, num in document.pop("results") for _ in range(num))
-            document["results"] = []
-        event = encoding.decode(document)
-        if not isinstance(event, ev.Event):
-            raise ValueError("an instruction, and no event")
-        return dataclasses.replace(event, **more)
-
-    def _keys(self, document: dict[str, Any]) -> tuple[BlockKey, ...]:
-        before = self._lists[document["after"]] if document["after"] >= 0 else ()
-        keys = (*before, *(BlockKey(bytes.fromhex(key)) for key in document["more"]))
-        if document["more"]:
-            self._lists.append(keys)
-        return keys
-
-
-class _OtherFormat(InvalidInput):
-    """A recording, and of another version of the format."""
-
-
-def _check_format(path: Path, document: dict[str, Any]) -> None:
-    """Raise _OtherFormat for a recording of another version of the format, ValueError for what is none."""
-    found = document.get("recording")
-    if found == FORMAT:
-        return
-    if isinstance(found, str) and found.startswith(_FORMATS) and found.removeprefix(_FORMATS).isdecimal():
-        by = document.get("headwater", "of no version")
-        raise _OtherFormat(f"{path} is a {found!r}, written by Headwater {by}, and this one reads {FORMAT!r} only")
-    raise ValueError(f"it does not begin with {FORMAT!r}")
-
-
-def read(path: Path) -> Iterator[Line]:
-    """What is in a recording, in order. Raises InvalidInput for a file that is none, or has a line that is none."""
-    reader, number, last = _Reader(), 0, b""
-    try:
-        with path.open("rb") as file:
-            for number, last in enumerate(file, 1):
-                if not last.endswith(b"\n"):
-                    break
-                document = json.loads(last)
-                if number == 1:
-                    _check_format(path, document)
-                else:
-                    yield reader.line(document)
-    except _OtherFormat:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
-        raise InvalidInput(f"{path} is no recording: line {number}: {error!r}") from error
-    if number and not last.endswith(b"\n"):
-        yield RecordingCut("who wrote it ended in the middle of a line")
-    if not number:
-        raise InvalidInput(f"{path} is no recording: it is empty")
 
 
 def _packed(document: dict[str, Any]) -> bytes:

@@ -1,6 +1,5 @@
 """The connector's own `build.py`: the one place here that names concrete classes and introduces them to each other."""
 
-import logging
 import os
 import sys
 import threading
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headwater.build import open_host_pages, open_publisher, open_recorder
+from headwater.build import open_publisher, open_recorder, open_staging
 from headwater.build import open_tiers as open_tiers  # tests put stores in its place
 from headwater.cache.lent import LentBrain
 from headwater.cache.lent_cache import LentCache
@@ -50,11 +49,6 @@ if TYPE_CHECKING:
     from headwater.integrations.vllm.registered import RowsCache
     from headwater.transfer.executor.staging import TorchStaging
 
-log: Final = logging.getLogger("headwater")
-
-_STAGING_PAGES: Final = 256  # at most, and
-_STAGING_BYTES: Final = 256 << 20  # of host memory through which blocks travel to stores that have no address, but
-_LEAST_STAGING: Final = 8
 _READY_S: Final = 4.0  # at the beginning, for memory to be registered; a large slab takes longer, beside requests
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
@@ -206,8 +200,6 @@ def open_worker(
     `overlapping`: steps that vLLM begins before it has heard of the first of them. `metrics`: what its stores count in,
     if they are open already.
     """
-    from headwater.transfer.executor.staging import TorchStaging
-
     metrics = metrics if metrics is not None else Metrics()
     stack = ExitStack()
     with stack:
@@ -217,15 +209,9 @@ def open_worker(
         stores = stack.enter_context(shared_tiers(config, metrics))
         if not stores:
             raise InvalidConfig("no tier can be had (see the log): leave the connector out, or give it a directory")
-        page = frame_bytes(device.layout.plane_bytes)
-        num_pages = max(_LEAST_STAGING, min(_STAGING_PAGES, _STAGING_BYTES // page))
-        pages = open_host_pages(page, num_pages, metrics=metrics)
-        if pages is None:
-            raise InvalidConfig(f"{num_pages * page} bytes of host memory for staging cannot be had")
-        staging = stack.enter_context(TorchStaging(device, stack.enter_context(pages)))
-        for store in stores.values():
-            if (registering := store.registering()) is not None:
-                registering.register(pages.memory)
+        staging = open_staging(device, stores, stack, metrics=metrics)
+        if staging is None:
+            raise InvalidConfig("the host memory through which blocks travel cannot be had (see the log)")
         executor = Worker(
             stores,
             staging,

@@ -7,16 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from headwater.core.errors import HeadwaterError, NotInstalled
-from headwater.disagg.headers import REQUEST_ID
+from headwater.core.errors import HeadwaterError, needs_extra
+from headwater.disagg.headers import ENDPOINTS, HEALTH, MODELS, REQUEST_ID
 from headwater.disagg.prompt_pages import TELL, read_pages
-from headwater.integrations.vllm.node_reading import ENDPOINTS
-from headwater.serve.middleware import HEALTH, MODELS
 
-try:
+with needs_extra("serve"):
     import httpx2
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 HEALTH_S: Final = 1.0  # between looks whether vLLM is well, and for one of them
 

@@ -23,42 +23,39 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-from headwater.core.errors import InvalidInput, NotInstalled
+from headwater.config.environment import default_node
+from headwater.core.errors import InvalidInput, needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.core.results import Reason
 from headwater.core.role import Role
-from headwater.disagg.headers import ATTEMPT, POOL_SECONDS
+from headwater.disagg.headers import ATTEMPT, ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, POOL_SECONDS, PREFILL
 from headwater.disagg.prompt_pages import read_pages
 from headwater.disagg.used import TicketUse, UsedTickets
 from headwater.disagg.vllm_ticket import VllmTicket
 from headwater.integrations.vllm import node_reading
 from headwater.integrations.vllm.client import HEALTH_S, Facts, Vllm, VllmGone, read
 from headwater.integrations.vllm.node_exchange import BODY_BYTES, Exchange, NodeRequest
-from headwater.integrations.vllm.node_reading import ENDPOINTS, VllmWork
+from headwater.integrations.vllm.node_reading import VllmWork
 from headwater.metrics import Metrics
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
-from headwater.serve.errors import ApiError, HandoffFailed
+from headwater.serve.errors import ApiError, HandoffFailed, PassedOn
 from headwater.serve.fleet_guard import FleetGuard
-from headwater.serve.limits import Limits
-from headwater.serve.middleware import HEALTH, application, prometheus, request_id, until_s
+from headwater.serve.limits import MAX_CONNECTIONS, Limits
+from headwater.serve.middleware import application, prometheus, request_id, until_s
 from headwater.serve.pool_probes import PoolProbes
 from headwater.serve.readers import Readers
 from headwater.storage.base import Store
 
-try:
+with needs_extra("serve"):
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 log = logging.getLogger("headwater")
-
-PREFILL, DECODE, ATTEMPTS = "/pd/prefill", "/pd/decode", "/pd/attempts"
 
 _TICKET_S: Final = 120.0  # that a ticket lives
 
@@ -69,9 +66,18 @@ class NodeOptions:
 
     vllm: str  # http://HOST:PORT
     role: Role
+    node: str = field(default_factory=default_node)  # what it is called: as vLLM's connector is in the residency index
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    advertise: str | None = None  # where routers find it; None: where it listens
+    routers: tuple[str, ...] = ()  # who is told that it is here
+    lease_s: float = 6.0  # that routers believe a heartbeat
+    wait_s: float = 600.0  # for vLLM, at the start
     node_key: NodeKey = field(default_factory=lambda: NodeKey.random(own=True))  # unless told, one that nobody knows
     vllm_key: str | None = field(default=None, repr=False)  # what we show vLLM
     max_requests: int = 256  # at a time; one with several prompts or choices counts as so many
+    max_connections: int = MAX_CONNECTIONS
+    allowed_hosts: tuple[str, ...] = ()  # names in `Host` that it answers to, besides its own
     request_timeout_s: float = 600.0
     pool_timeout_s: float = 30.0  # from vLLM's answer until the pool has a prompt
 
@@ -131,17 +137,17 @@ class VllmNode:
         }[self.options.role]
         routes = [
             Route(HEALTH, self._health),
-            Route("/metrics", self._metrics),
+            Route(METRICS, self._metrics),
             Route(ATTEMPTS + "/{attempt}", self._attempt),
             *(Route(path, Exchange(self, what, handle), methods=["POST"]) for path, what, handle in inner),
         ]
-        paths = [HEALTH, "/metrics", ATTEMPTS, *(path for path, _, _ in inner)]
+        paths = [HEALTH, METRICS, ATTEMPTS, *(path for path, _, _ in inner)]
         return application(
             routes,
             limits=self.limits,
             metrics=self.metrics,
             paths=paths,
-            key_for=lambda path: None,
+            api_key=None,
             fleet=self._fleet,
         )
 
@@ -319,18 +325,6 @@ class VllmNode:
                 self.lost = False
 
 
-class _Said(ApiError):
-    """What vLLM said, on its way to the client as it is."""
-
-    def __init__(self, status: int, document: dict[str, Any]) -> None:
-        super().__init__(status, "vLLM refused this request")
-        self._said = document
-
-    def document(self) -> dict[str, object]:
-        """The body."""
-        return self._said
-
-
 def _upstream(status: int, content: bytes) -> ApiError:
     """The client's faults are told as vLLM tells them, all else is a failure of this node."""
     try:
@@ -338,7 +332,7 @@ def _upstream(status: int, content: bytes) -> ApiError:
     except ValueError:
         document = None
     if isinstance(document, dict) and isinstance(document.get("error"), dict) and 400 <= status < 500:
-        return _Said(status, document)
+        return PassedOn(status, document)
     if status in (429, 503):
         return errors.no_room()
     return ApiError(502, f"vLLM answered with status {status}", kind="server_error", code="upstream_failed")

@@ -8,19 +8,17 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from headwater.core.errors import NotInstalled
+from headwater.core.errors import needs_extra
 from headwater.integrations.vllm.client import VllmGone
 from headwater.integrations.vllm.node_reading import VllmWork
 from headwater.serve import errors
 from headwater.serve.errors import ApiError
-from headwater.serve.middleware import request_id, until_s
+from headwater.serve.middleware import request_id, until_gone, until_s
 
-try:
+with needs_extra("serve"):
     import httpx2
     from starlette.requests import Request
     from starlette.types import Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
 
 if TYPE_CHECKING:
     from headwater.integrations.vllm.node import VllmNode
@@ -79,7 +77,7 @@ class Exchange:
 
     async def _exchange(self, asked: NodeRequest, receive: Receive) -> None:
         work = asyncio.create_task(self._handle(asked))
-        leaving = asyncio.create_task(_until_gone(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait({work, leaving}, timeout=asked.left_s, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -96,8 +94,3 @@ class Exchange:
             for task in (work, leaving):
                 task.cancel()
             await asyncio.wait({work, leaving})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from headwater.disagg.headers import ENDPOINTS
 from headwater.disagg.prompt_pages import TELL
 from headwater.disagg.vllm_ticket import body_digest
 from headwater.disagg.width import num_choices, num_prompts
 from headwater.serve import errors
 from headwater.serve.body import Fields, parse
-
-ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")
 
 _NOT_FOR_ONE: Final = ("stream_options", "min_tokens", "max_completion_tokens", "best_of", "use_beam_search")
 

@@ -1,19 +1,16 @@
 """From options to a node in front of a vLLM server: the socket, vLLM, the pool, heartbeats; until a signal ends it."""
 
 import asyncio
-import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
 
 from headwater.build import open_pool
 from headwater.config.checks import is_loopback
-from headwater.config.environment import default_node
 from headwater.config.serve import require_node_key
-from headwater.core.errors import InvalidConfig, NotInstalled
+from headwater.core.errors import InvalidConfig, needs_extra
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.integrations.vllm.client import Facts, Vllm, VllmGone
@@ -22,64 +19,36 @@ from headwater.metrics import Metrics
 from headwater.serve.connections import Connections
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.heartbeats import HeartbeatSender
-from headwater.serve.limits import MAX_CONNECTIONS, Limits, fit_connections, hosts_for
-from headwater.serve.sockets import address, listen, receive_on, setup
+from headwater.serve.limits import Limits, fit_connections, hosts_for
+from headwater.serve.sockets import DoorServer, address, listen
 from headwater.storage.base import Store
 
-try:
-    import uvicorn
+with needs_extra("serve"):
     from starlette.types import ASGIApp, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    raise NotInstalled(f"a node needs {error.name}: pip install 'headwater[serve]'") from error
-
-log = logging.getLogger("headwater")
 
 _LOOK_S: Final = 0.5  # between looks whether vLLM is there yet
 _FIRST_S: Final = 120.0  # for vLLM's first answer
 
 
-def run(
-    options: NodeOptions,
-    *,
-    pool: str,
-    host: str,
-    port: int,
-    routers: Sequence[str],
-    node: str | None,
-    advertise: str | None,
-    lease_s: float,
-    wait_s: float,
-    max_connections: int = MAX_CONNECTIONS,
-    allowed_hosts: Sequence[str] = (),
-    say: Callable[[str], None],
-) -> None:
-    """Answer routers until a signal ends it. Blocks. Waits `wait_s` for vLLM to be there. Raises InvalidConfig."""
-    name = node or default_node()
-    require_node_key(options.node_key, host, *routers, *(() if advertise is None else (advertise,)))
-    with listen(host, port) as listener, open_pool(pool) as store:
-        url = advertise or address(listener)
-        named = (*allowed_hosts, *(() if advertise is None else (urlsplit(advertise).hostname or "",)))
+def run(options: NodeOptions, pool: str, *, say: Callable[[str], None]) -> None:
+    """Answer routers until a signal ends it. Blocks. `pool` is the address of vLLM's. Raises InvalidConfig."""
+    advertise = options.advertise
+    require_node_key(options.node_key, options.host, *options.routers, *(() if advertise is None else (advertise,)))
+    with listen(options.host, options.port) as listener, open_pool(pool) as store:
+        named = (*options.allowed_hosts, *(() if advertise is None else (urlsplit(advertise).hostname or "",)))
         limits = Limits(
             request_timeout_s=options.request_timeout_s,
-            max_connections=fit_connections(max_connections, other_files=options.max_requests),
+            max_connections=fit_connections(options.max_connections, other_files=options.max_requests),
             hosts=hosts_for(listener.getsockname()[0], key=None, allowed=named),
         )
         server = VllmServer(
             options,
             store,
+            url=advertise or address(listener),
             limits=limits,
-            url=url,
-            routers=routers,
-            name=name,
-            fleet=FleetGuard(
-                Authenticator(options.node_key, node_called(name, url)), members_only=not is_loopback(host)
-            ),
-            lease_s=lease_s,
-            wait_s=wait_s,
             announce=lambda facts: say(f"{facts.model} is a {options.role} node on {address(listener)}, before vLLM"),
         )
-        with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
-            server.run([listener])
+        server.serve_forever([listener])
         if server.failure is not None:
             raise server.failure
 
@@ -96,8 +65,8 @@ class _Later:
             await self.inner(scope, receive, send)
 
 
-class VllmServer(uvicorn.Server):
-    """Serves a node on sockets it is given. `run` blocks until a signal or `should_exit`."""
+class VllmServer(DoorServer):
+    """Serves a node before vLLM. It begins when vLLM answers."""
 
     def __init__(
         self,
@@ -105,34 +74,26 @@ class VllmServer(uvicorn.Server):
         pool: Store,
         *,
         url: str,
-        routers: Sequence[str],
-        name: str,
-        fleet: FleetGuard,
-        lease_s: float,
-        wait_s: float,
-        limits: Limits | None = None,
-        announce: Callable[[Facts], None] | None = None,
+        limits: Limits,
+        announce: Callable[[Facts], None],
     ) -> None:
-        """`limits` of the door; None: as the options say. `announce` is called when it answers."""
+        """`url` is where routers find it, `limits` are the door's. `announce` is called when it answers."""
         self.failure: InvalidConfig | None = None
         self._options = options
         self._pool = pool
         self._url = url
-        self._routers = routers
-        self._name = name
-        self._fleet = fleet
-        self._lease_s = lease_s
-        self._wait_s = wait_s
-        self._announce = announce
+        self._fleet = FleetGuard(
+            Authenticator(options.node_key, node_called(options.node, url)), members_only=not is_loopback(options.host)
+        )
         self._node: VllmNode | None = None
         self._vllm: Vllm | None = None
         self._beats: HeartbeatSender | None = None
         self._watching: asyncio.Task[None] | None = None
         self._app = _Later()
         self._metrics = Metrics()
-        self._limits = limits or Limits(request_timeout_s=options.request_timeout_s)
-        self._connections = Connections(self._limits, self._metrics)
-        super().__init__(setup(self._app, self._connections))
+        self._limits = limits
+        self._say = announce
+        super().__init__(self._app, Connections(limits, self._metrics), None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Find vLLM, join routers, begin to answer."""
@@ -145,26 +106,25 @@ class VllmServer(uvicorn.Server):
                 await self._vllm.aclose()
             return
         await super().startup(sockets)
-        receive_on(sockets, self._connections)
-        if self._announce is not None and self._node is not None:
-            self._announce(self._node.facts)
 
     async def _begin(self) -> None:
         self._vllm = vllm = Vllm(self._options.vllm, self._options.vllm_key)
-        until_s = time.monotonic() + self._wait_s
+        options = self._options
+        until_s = time.monotonic() + options.wait_s
         while not await vllm.is_well():
             if time.monotonic() > until_s or self.should_exit:
                 raise VllmGone(
-                    f"no vLLM answers at {self._options.vllm} after {self._wait_s:g} s: start it, or mend the address"
+                    f"no vLLM answers at {options.vllm} after {options.wait_s:g} s: start it, or mend the address"
                 )
             await asyncio.sleep(_LOOK_S)
         facts = await vllm.facts(_FIRST_S)
         self._node = node = VllmNode(
-            self._options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
+            options, facts, vllm, self._pool, fleet=self._fleet, metrics=self._metrics, limits=self._limits
         )
         self._app.inner = node.app()
-        if self._routers:
-            self._beats = HeartbeatSender(self._routers, self._beat, lease_s=self._lease_s, key=self._options.node_key)
+        self._announce = lambda: self._say(facts)
+        if options.routers:
+            self._beats = HeartbeatSender(options.routers, self._beat, lease_s=options.lease_s, key=options.node_key)
             await self._beats.join()
         self._watching = asyncio.create_task(node.watch())
 
@@ -174,7 +134,7 @@ class VllmServer(uvicorn.Server):
             raise InvalidConfig("the node has not begun")
         facts, free = node.facts, node.num_free
         return Heartbeat(
-            node=self._name,
+            node=self._options.node,
             url=self._url,
             role=self._options.role,
             model=facts.model,

@@ -23,7 +23,7 @@ from headwater.config.environment import (
 )
 from headwater.config.residency import ResidencyConfig
 from headwater.config.serve import MIN_RECORD_BYTES, RECORD_BYTES
-from headwater.config.stores import MIN_LIMIT_BYTES, pool_kind
+from headwater.config.stores import MIN_LIMIT_BYTES, CacheTiers, pool_kind
 from headwater.core.errors import InvalidConfig
 
 _HOST_SHARE: Final = 8  # one in so many bytes of the machine's memory, and
@@ -64,13 +64,11 @@ class ExecutorKind(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorConfig:
-    """One vLLM engine's cache."""
+class ConnectorConfig(CacheTiers):
+    """One vLLM engine's cache. New tiers whose size nobody said get one that fits the machine."""
 
-    host_directory: Path | None = field(default_factory=default_host_directory)  # null: no host tier
-    host_bytes: int | None = None  # of a new one; None: as fits the machine
+    host_directory: Path | None = field(default_factory=default_host_directory)
     disk_directory: Path | None = field(default_factory=default_vllm_directory)
-    disk_bytes: int | None = None
     pool: str | None = field(default_factory=default_pool, repr=False)
     residency: str | None = field(default_factory=default_residency, repr=False)
     node: str | None = None

@@ -16,7 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
@@ -40,42 +40,14 @@ from headwater.integrations.vllm.metadata import Report
 from headwater.storage.base import SYSTEM_CLOCK, Clock
 from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
 
+if TYPE_CHECKING:
+    from headwater.transfer.executor.worker import Worker
+    from headwater.transfer.ranks.group import Ranks
+
 DROPPED_S: Final = 10.0  # a block that could not be loaded is not believed to be there for so long
 _CATCH_UP_S: Final = 5.0
 _CATCH_UP_BLOCKS: Final = 128  # that were written since: less, who asks next takes in himself
 _MOST_DROPPED: Final = 1 << 16
-
-
-class Prober(Protocol):
-    """Who asks stores what they have (`transfer/executor/worker.py`)."""
-
-    @property
-    def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears the answers."""
-        ...
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Event], None], /) -> None: ...
-
-    def submit(self, instructions: Sequence[Instruction], /) -> None:
-        """Begin to ask. Does not block."""
-        ...
-
-    def contains_cached(self, probe: Probe, /) -> tuple[Status, ...] | None:
-        """The answer, if memory has it."""
-        ...
-
-    def drain(self, timeout_s: float, /) -> bool:
-        """Wait for all answers."""
-        ...
-
-    def close(self, timeout_s: float, /) -> bool:
-        """End."""
-        ...
-
-    def revive(self, store: str, /) -> bool:
-        """Put a store right."""
-        ...
 
 
 @dataclass(slots=True)
@@ -93,7 +65,7 @@ class StepExecutor:
     """Carries jobs to the workers and their answers back. `deliver` hears every event."""
 
     def __init__(
-        self, prober: Prober, *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK
+        self, prober: "Worker | Ranks", *, num_ranks: int, others_write: bool = False, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         """Takes the prober over: `close` closes it. `others_write`: it hears of saves by looking at the stores."""
         self.deliver: Callable[[Event], None] | None = None

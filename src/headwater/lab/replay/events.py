@@ -14,7 +14,8 @@ from headwater.cache.misses import LentMissBrain, MissBrain
 from headwater.cache.state import Brain
 from headwater.core.encoding import fingerprint
 from headwater.core.errors import InvalidInput
-from headwater.storage.recording import Began, Heard, RecordingCut, RecordingEnded, read
+from headwater.lab.replay.recording import Heard, read
+from headwater.storage.recording import Began, RecordingCut, RecordingEnded
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
 

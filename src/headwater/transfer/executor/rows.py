@@ -20,7 +20,7 @@ from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.transfer.executor.caller import Caller
-from headwater.transfer.executor.sliced import Reached, SlicedRow, Why
+from headwater.transfer.executor.sliced import Reached, SlicedRow
 
 log: Final = logging.getLogger("headwater")
 
@@ -37,13 +37,14 @@ class Rows:
         """How many blocks seem to be there, without a gap: a hint, from one question. Blocks, `timeout_s` at most."""
         until_s = self._caller.clock.monotonic() + timeout_s
         if not keys:
-            return Reached(0, Why.WHOLE)
+            return Reached(0, Reason.WHOLE)
         order = Probe(job=self._caller.number(), store=self.store, keys=tuple(keys), deadline_s=until_s)
         end = self._caller.call(order)
         if isinstance(end, JobFailed):
-            return Reached(0, _WHYS[end.failure], end.why)
+            late = end.failure is Reason.LATE
+            return Reached(0, Reason.TOTAL_TIMEOUT if late else end.failure, end.why)
         num_blocks = end.results.index(Status.ABSENT) if Status.ABSENT in end.results else len(end.results)
-        return Reached(num_blocks, Why.WHOLE if num_blocks == len(keys) else Why.INCOMPLETE)
+        return Reached(num_blocks, Reason.WHOLE if num_blocks == len(keys) else Reason.INCOMPLETE)
 
     def write(
         self,
@@ -107,17 +108,9 @@ class Rows:
         reached = row.reached
         self._caller.metrics.count("sliced_total", tier=self.store, call=call, why=reached.why.value)
         log.log(
-            logging.DEBUG if reached.why is Why.WHOLE else logging.WARNING,
+            logging.DEBUG if reached.why is Reason.WHOLE else logging.WARNING,
             "%s of %d blocks from block %d on, store %s: %d done, %s%s",
             *(call, len(row.order.keys), depth, self.store, reached.num_blocks, reached.why.value),
             f" ({reached.detail})" if reached.detail else "",
         )
         return reached
-
-
-_WHYS: Final = {
-    Reason.FAILED: Why.ERROR,
-    Reason.LATE: Why.TOTAL_TIMEOUT,
-    Reason.DOWN: Why.STORE_DOWN,
-    Reason.CANCELLED: Why.CANCELLED,
-}

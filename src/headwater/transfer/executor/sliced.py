@@ -9,7 +9,6 @@ Invariant: `num_done` counts blocks from the row's first, without a gap: each wa
 verified and is in its slot. It is never more than that, whatever went wrong.
 """
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -23,25 +22,12 @@ from headwater.core.results import PUT_HELD, Reason, Status
 _GOOD: Final = PUT_HELD | {Status.HIT}
 
 
-class Why(enum.StrEnum):
-    """Why a sliced write or read got as far as it did."""
-
-    WHOLE = "whole"
-    INCOMPLETE = "incomplete"  # the store did not take, or have, all of a slice
-    SLICE_TIMEOUT = "slice_timeout"
-    TOTAL_TIMEOUT = "total_timeout"
-    ERROR = "error"  # the store or the device raised
-    STORE_DOWN = "store_down"  # it was not asked: it is left alone, or its calls do not return
-    CANCELLED = "cancelled"
-    INDEX_ONLY = "index_only"  # no data is moved at all
-
-
 @dataclass(frozen=True, slots=True)
 class Reached:
     """How many blocks in a row, counted from the first that was asked for, and why not more."""
 
     num_blocks: int
-    why: Why
+    why: Reason
     detail: str = ""  # for people
     status: str = field(default="", compare=False)  # a store's word for the first block that did not do, if it gave one
 
@@ -72,13 +58,13 @@ class SlicedRow:
     @property
     def reached(self) -> Reached:
         """How far it came, and why not further; of one that is over."""
-        return self._ended if self._ended is not None else Reached(self.num_done, Why.WHOLE)
+        return self._ended if self._ended is not None else Reached(self.num_done, Reason.WHOLE)
 
     def next_job(self, now_s: float) -> Save | Load | None:
         """The next slice; None: it is over. Not to be asked for while one is under way."""
         order, start = self.order, self.num_done
         if not self.over and now_s >= order.deadline_s:
-            self._end(Why.TOTAL_TIMEOUT, "no time is left")
+            self._end(Reason.TOTAL_TIMEOUT, "no time is left")
         if self.over:
             return None
         end = min(start + self._config.slice_blocks, len(order.keys))
@@ -96,7 +82,7 @@ class SlicedRow:
             if end.failure is Reason.LATE:
                 self._time_out(end.why, now_s)
             else:
-                self._end(_WHYS[end.failure], end.why)
+                self._end(end.failure, end.why)
             return
         num_good = sum(1 for _ in takewhile(_GOOD.__contains__, end.results))
         self.num_done += num_good
@@ -107,19 +93,16 @@ class SlicedRow:
             if first is Status.LATE:
                 self._time_out(detail, now_s)
             else:
-                self._end(Why.INCOMPLETE, detail, first)
+                self._end(Reason.INCOMPLETE, detail, first)
 
     def stop(self) -> None:
         """Nobody wants the rest."""
         if not self.over:
-            self._end(Why.CANCELLED, "nobody wants the rest")
+            self._end(Reason.CANCELLED, "nobody wants the rest")
 
     def _time_out(self, detail: str, now_s: float) -> None:
         """Some time is over: the slice's, or the total."""
-        self._end(Why.TOTAL_TIMEOUT if now_s >= self.order.deadline_s else Why.SLICE_TIMEOUT, detail)
+        self._end(Reason.TOTAL_TIMEOUT if now_s >= self.order.deadline_s else Reason.SLICE_TIMEOUT, detail)
 
-    def _end(self, why: Why, detail: str, status: str = "") -> None:
+    def _end(self, why: Reason, detail: str, status: str = "") -> None:
         self._ended = Reached(self.num_done, why, detail, status)
-
-
-_WHYS: Final = {Reason.FAILED: Why.ERROR, Reason.CANCELLED: Why.CANCELLED, Reason.DOWN: Why.STORE_DOWN}
