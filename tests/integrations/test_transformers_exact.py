@@ -1,10 +1,9 @@
 """`HeadwaterCache` gives the bits that computing gives: every family, every split, after a restart, beside others."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +114,27 @@ def test_what_is_saved(save: Any, saved: int, place: Path) -> None:
         assert headwater.usage.missed == ("" if saved else "not in the store")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt_neox"])
-def test_in_a_new_process_it_is_the_same(family: str, tmp_path: Path) -> None:
-    where = tmp_path / "store"
-    HeadwaterCache.open(model_of(family), where, limit_gib=SMALL_GIB, block_tokens=BLOCK).close()
-    first, second = process(where, family, 100), process(where, family, 100, 120, 40)
-    assert [one["hit"] for one in first + second] == [{}, {"disk": 96}, {"disk": 96}, {"disk": 32}]
-    with HeadwaterCache.open(model_of(family), where, block_tokens=BLOCK) as headwater:
-        here = digest(ask(headwater, prompt(100)))
-        assert hits(headwater) == 96
-    assert {here, first[0]["digest"], second[0]["digest"]} == {cold(model_of(family), prompt(100))}
-    assert [one["digest"] for one in second[1:]] == [cold(model_of(family), prompt(length)) for length in (120, 40)]
+def test_in_a_new_process_it_is_the_same(tmp_path: Path) -> None:
+    families = ("llama", "qwen3", "mistral", "gpt_neox")
+    for family in families:
+        made = HeadwaterCache.open(model_of(family), tmp_path / family, limit_gib=SMALL_GIB, block_tokens=BLOCK)
+        made.close()
+    first = finish(start(tmp_path, families, 100))
+    second = finish(start(tmp_path, families, 100, 120, 40))
+    for family in families:
+        said = [one for one in first + second if one["family"] == family]
+        assert [one["hit"] for one in said] == [{}, {"disk": 96}, {"disk": 96}, {"disk": 32}]
+        right = [cold(model_of(family), prompt(length)) for length in (100, 120, 40)]
+        assert [one["digest"] for one in said] == [right[0], *right]
+        with HeadwaterCache.open(model_of(family), tmp_path / family, block_tokens=BLOCK) as headwater:
+            assert digest(ask(headwater, prompt(100))) == right[0]
+            assert hits(headwater) == 96
 
 
 def test_two_processes_share_a_directory(tmp_path: Path) -> None:
-    where = tmp_path / "store"
+    where = tmp_path / "llama"
     with HeadwaterCache.open(model_of("llama"), where, limit_gib=SMALL_GIB, block_tokens=BLOCK) as headwater:
-        running = start(where, "llama", 40, 80, 120, 160, 80)
+        running = start(tmp_path, ["llama"], 40, 80, 120, 160, 80)
         mine = {length: digest(ask(headwater, prompt(length))) for length in (160, 120, 80, 40)}
         theirs = finish(running)
         ask(headwater, prompt(160))
@@ -198,17 +201,13 @@ def test_another_model_misses(tmp_path: Path) -> None:
             assert hits(headwater) == 0
 
 
-def start(where: Path, family: str, *lengths: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(Path(transformers_kit.__file__)), str(where), family, str(BLOCK), "all"]
-    return subprocess.Popen([*command, *map(str, lengths)], stdout=subprocess.PIPE, text=True, env={**os.environ})
+def start(where: Path, families: Sequence[str], *lengths: int) -> "subprocess.Popen[str]":
+    """Another process, which asks these models with the stores in the directories of their names."""
+    command = [sys.executable, str(Path(transformers_kit.__file__)), str(where), ",".join(families), str(BLOCK)]
+    return subprocess.Popen([*command, *map(str, lengths)], stdout=subprocess.PIPE, text=True)
 
 
 def finish(running: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     said, _ = running.communicate(timeout=300)
     assert running.returncode == 0
     return [json.loads(line) for line in said.splitlines()]
-
-
-def process(where: Path, family: str, *lengths: int) -> list[dict[str, Any]]:
-    """What another process finds."""
-    return finish(start(where, family, *lengths))

@@ -1,7 +1,8 @@
 """Tiny transformers models of several families, and calls of `generate` that can be compared bit for bit.
 
-As a program it is another process: `python transformers_kit.py WHERE FAMILY BLOCK_TOKENS SAVE LENGTH ...` asks for
-prompts of these lengths, and prints a digest of all logits and tokens of each, with what came from the store.
+As a program it is another process: `python transformers_kit.py WHERE FAMILY,... BLOCK_TOKENS LENGTH ...` asks each
+model, with the store WHERE/FAMILY, for prompts of these lengths, and prints a digest of all logits and tokens of each,
+with what came from the store.
 """
 
 import hashlib
@@ -91,15 +92,16 @@ def digest(output: Any) -> str:
 def main() -> None:
     """See above."""
     torch.set_num_threads(1)
-    where, family, block_tokens, save, *lengths = sys.argv[1:]
-    made = model_of(family)
-    with HeadwaterCache.open(made, where, block_tokens=int(block_tokens), save=save) as headwater:
-        for length in map(int, lengths):
-            output = ask(headwater, prompt(length))
-            usage = headwater.usage
-            assert usage is not None
-            found = {"digest": digest(output), "hit": dict(usage.hit_tokens), "saved": usage.saved_tokens}
-            print(json.dumps(found), flush=True)
+    where, families, block_tokens, *lengths = sys.argv[1:]
+    for family in families.split(","):
+        made = model_of(family)
+        with HeadwaterCache.open(made, f"{where}/{family}", block_tokens=int(block_tokens)) as headwater:
+            for length in map(int, lengths):
+                output = ask(headwater, prompt(length))
+                usage = headwater.usage
+                assert usage is not None
+                found = {"family": family, "digest": digest(output), "hit": dict(usage.hit_tokens)}
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _stranger(model: Any) -> str:
         name, kind = path or "itself", f"{type(module).__module__}.{type(module).__qualname__}"
         if kind.partition(".")[0] not in _HOUSES:
             return f"its module {name} is a {kind}: code that is in no digest"
-        if "forward" in module.__dict__:
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
             return f"the forward of its module {name} was replaced (compiled, offloaded, patched)"
         for hook in _hooks(module):
             if (getattr(hook, "__module__", None) or "").partition(".")[0] != "transformers":  # which only look
