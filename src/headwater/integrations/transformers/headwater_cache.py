@@ -243,7 +243,8 @@ def _open_store(where: str | Path, limit_gib: float | None) -> tuple[Store, str]
     path = Path(where)
     limit = None if directory.has_slab(path) else DISK_BYTES
     if limit_gib is not None:
-        require_seconds("limit_gib", limit_gib)
+        if not 0 < limit_gib < float("inf"):
+            raise InvalidConfig(f"limit_gib must be a positive number of GiB, not {limit_gib!r}")
         limit = int(limit_gib * (1 << 30))
     tier = "host" if directory.is_memory(path) else "disk"
     return open_local(LocalStoreConfig(directory=path, limit_bytes=limit)), tier

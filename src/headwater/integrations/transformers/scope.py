@@ -35,10 +35,16 @@ def require_known(model: Any) -> None:
 @torch.no_grad()
 def first_layers(model: Any) -> list[Any]:
     """The layers of a cache after one token. Runs the model. Raises InvalidInput for any but full attention."""
-    cache = DynamicCache(config=model.config)
+    try:
+        cache = DynamicCache(config=model.config)
+    except (AttributeError, KeyError, ValueError) as error:
+        raise InvalidInput(f"{type(model).__name__} is not cached: nobody knows its kind of layer ({error})") from error
     _require_full(model, cache)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+    try:
+        model.base_model(input_ids=token, past_key_values=cache, use_cache=True)
+    except TypeError as error:
+        raise InvalidInput(f"{type(model).__name__} is not cached: it takes no such cache ({error})") from error
     _require_full(model, cache)  # one that its configuration does not describe shows itself now
     if cache.get_seq_length() != 1 or any(not layer.is_initialized for layer in cache.layers):
         raise InvalidInput(f"{type(model).__name__} is not cached: it keeps its state somewhere else than in the cache")
