@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,14 +163,14 @@ def test_any_row_of_prompts(data: st.DataObject) -> None:
 
 def test_keys_wider_than_values(tmp_path: Path) -> None:
     """Multi-head latent attention, which transformers keeps unfolded."""
-    made = transformers_kit.transformers.DeepseekV3Config(
+    made = transformers.DeepseekV3Config(
         vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=96, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
         topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=24, qk_rope_head_dim=8,
         qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=512, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(1)
-    model = transformers_kit.transformers.AutoModelForCausalLM.from_config(made).eval()
+    model = transformers.AutoModelForCausalLM.from_config(made).eval()
     with HeadwaterCache.open(model, tmp_path / "store", limit_gib=SMALL_GIB, block_tokens=BLOCK) as headwater:
         found = [digest(ask(headwater, prompt(70))) for _ in range(2)]
         assert hits(headwater) == 64
@@ -195,8 +196,8 @@ def test_another_model_misses(tmp_path: Path) -> None:
             assert hits(headwater) == (64 if number == len(models) - 1 else 0), number
             assert found == cold(model, prompt(70))
     assert len(seen) == len(models) - 1
-    for changed in ({"block_tokens": 32}, {"salt": b"another tenant"}):
-        with HeadwaterCache.open(model_of("llama"), where, **{"block_tokens": BLOCK, **changed}) as headwater:
+    for block_tokens, salt in ((32, b""), (BLOCK, b"another tenant")):
+        with HeadwaterCache.open(model_of("llama"), where, block_tokens=block_tokens, salt=salt) as headwater:
             ask(headwater, prompt(70))
             assert hits(headwater) == 0
 

@@ -219,7 +219,7 @@ def _blocks(state: torch.Tensor, start: int, count: int, layout: KVLayout) -> to
     """Blocks of one plane as slots have them, [count, heads, block, dim]: a view of [1, heads, tokens, dim]."""
     size = layout.block_tokens
     rows = state[0, :, start * size : (start + count) * size]
-    return rows.unflatten(1, (count, size)).transpose(0, 1)
+    return rows.view(len(rows), count, size, rows.shape[2]).transpose(0, 1)
 
 
 def _states(cache: Any) -> list[torch.Tensor]:

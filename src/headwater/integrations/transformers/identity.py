@@ -95,7 +95,7 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def _content(tensor: torch.Tensor) -> bytes:
     private = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(private.numpy()).digest()
+    return hashlib.sha256(memoryview(private.numpy())).digest()
 
 
 def _device(device: torch.device) -> Mapping[str, object]:
@@ -115,12 +115,7 @@ def _numerics() -> Mapping[str, object]:
         "float32_matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "mkldnn": torch.backends.mkldnn.enabled,
-        "sdp": [
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-        ],
+        "sdp": [bool(getattr(cuda, f"{name}_sdp_enabled")()) for name in ("flash", "mem_efficient", "math", "cudnn")],
         "reduced": [
             cuda.matmul.allow_fp16_reduced_precision_reduction,
             cuda.matmul.allow_bf16_reduced_precision_reduction,

@@ -126,7 +126,7 @@ def run(options: TransformersOptions | None = None, *, tell: Tell | None = None)
                 taken.add("save_s", usage.save_s)
                 hit = headwater.generate(prompt, **asked)
                 usage = headwater.usage
-                if usage.missed:
+                if usage is None or usage.missed:
                     raise HeadwaterError(f"a prompt that was saved is not there: {usage}")
                 taken.add("hit_s", usage.load_s + usage.prefill_s + usage.generate_s)
                 taken.add("load_s", usage.load_s)
