@@ -272,3 +272,22 @@ def bench_store(
         seconds=seconds,
     )
     _measure(lambda tell: store.run(options, tell=tell), as_json=as_json)
+
+
+@bench.command("transformers")
+def bench_transformers(
+    shape: Shape = "tiny",
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: float32, bfloat16 or float16.")] = "float32",
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    block: BlockTokens = 256,
+    rounds: Annotated[int, typer.Option(help="Prompts; figures are medians.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token of transformers' generate: alone, cold, and from a directory; equal bits."""
+    from headwater.lab.bench import transformers
+
+    options = transformers.TransformersOptions(
+        shape=shape, device=device, dtype=dtype, tokens=tokens, block_tokens=block, rounds=rounds
+    )
+    _measure(lambda tell: transformers.run(options, tell=tell), as_json=as_json, right="equal")
