@@ -25,6 +25,7 @@ MAX_EVENTS: Final = 30
 MAX_NODES: Final = 200
 _MAX_FACTS: Final = 12  # of an event
 _MAX_TEXT: Final = 300
+_MAX_INT: Final = 1 << 53
 
 Numbers = Mapping[str, Mapping[tuple[str, ...], float]]  # as `Metrics.numbers` has them
 
@@ -153,6 +154,8 @@ def plain(value: object) -> str | float | bool | None:
     """A fact of an event: a number stays one, all else is a text."""
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int) and abs(value) > _MAX_INT:  # a browser would round it, or call it infinite
+        return text(hex(value))
     if isinstance(value, int | float):
         return number(value)
     return text(value)

@@ -64,8 +64,16 @@ function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// What is hidden or removed takes the focus with it: then it goes to what was said last, and is not lost.
 function show(element, visible) {
-  if (element.hidden === visible) element.hidden = !visible;
+  if (element.hidden !== visible) return;
+  const hadFocus = !visible && element.contains(document.activeElement);
+  element.hidden = !visible;
+  if (hadFocus) keepFocus();
+}
+
+function keepFocus() {
+  ($("message").hidden ? $("main") : $("message")).focus();
 }
 
 // One child for each item, found again by its key: made once, filled each time, removed with its item.
@@ -77,7 +85,7 @@ function list(parent, items, keyOf, build, fill) {
     const hadFocus = one.element.contains(document.activeElement);
     one.element.remove();
     known.delete(key);
-    if (hadFocus) ($("message").hidden ? $("main") : $("message")).focus();
+    if (hadFocus) keepFocus();
   }
   items.forEach((item, i) => {
     const key = keyOf(item);
@@ -158,7 +166,10 @@ function welcome() {
   if (key) sessionStorage.setItem(KEY, key);
   show($("forget"), Boolean(key));
   show($("ask"), false);
-  show($("main"), true);
+  if ($("main").hidden) {
+    show($("main"), true);
+    if (document.activeElement === document.body && key) $("main").focus();
+  }
 }
 
 $("forget").addEventListener("click", () => {
@@ -237,7 +248,8 @@ function tell(text) {
 }
 
 async function revive(what, button) {
-  button.disabled = true;
+  if (button.ariaDisabled === "true") return;
+  button.ariaDisabled = "true"; // and not disabled: that would take its focus away
   tell(`Reviving ${what} …`);
   try {
     const answer = await fetch("/admin/revive", {
@@ -249,7 +261,7 @@ async function revive(what, button) {
   } catch (error) {
     tell(`${what} was not revived: ${error.message}`);
   } finally {
-    button.disabled = false;
+    button.ariaDisabled = "false";
   }
 }
 
@@ -293,7 +305,7 @@ const sum = (values) => Object.values(values).reduce((a, b) => a + b, 0);
 function above(value) {
   if (!(value > 0)) return 0;
   const size = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((n) => n * size).find((end) => end >= value);
+  return [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].map((n) => n * size).find((end) => end >= value);
 }
 
 // Stacked bars: `up` and `down` name, for each bin, what lies on each other from the zero line on, in the order of names.
