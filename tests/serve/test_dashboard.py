@@ -200,6 +200,7 @@ def test_requests_in_flight_have_phases(here: Served, monkeypatch: pytest.Monkey
             (one,) = said["requests"]["oldest"]
             assert (one["id"], one["phase"], one["prompt_tokens"]) == ("my-request", "decode", len(PROMPT))
             assert one["age_s"] > 0
+            assert one["cached_tokens"] == 96, "what the request before it computed"
             assert said["engine"]["running"] == 1
             go.set()
         here.until(lambda: state(here)["requests"]["in_flight"] == 0)

@@ -122,12 +122,12 @@ def test_a_tier_goes_off_and_comes_back_by_its_button(browser: Browser, here: Se
     assert browser.text("#alerts") == ""
     switch_off(here)
     browser.until(lambda: "disk is switched off" in browser.text("#alerts"))
-    assert "disk is switched off" in browser.text("#message"), "said to who cannot see it"
+    assert "disk is switched off" in browser.text("#news"), "said to who cannot see it"
     assert "off" in browser.text("#tiers tr:nth-child(2) .state")
     assert browser.run("return document.title").startswith("! ")
     browser.click("#alerts button")
     browser.until(lambda: browser.text("#alerts") == "")
-    browser.until(lambda: browser.text("#message") == "disk is used again.")
+    browser.until(lambda: browser.text("#message") == browser.text("#news") == "disk is used again.")
     assert "in use" in browser.text("#tiers tr:nth-child(2) .state")
     assert not here.running.cache.troubles()
     assert browser.complaints() == []

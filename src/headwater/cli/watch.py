@@ -1,4 +1,4 @@
-"""Commands that look at a server: top."""
+"""Commands that look at a server: top, dashboard."""
 
 import time
 from typing import Annotated
@@ -7,8 +7,9 @@ import typer
 from rich.live import Live
 
 from headwater.cli.main import app
-from headwater.cli.options import Json, key_option, print_json
+from headwater.cli.options import AllowHost, Host, Json, Port, key_option, log_to_stderr, print_json
 from headwater.config import environment
+from headwater.config.checks import is_loopback, require_hosts, require_url
 from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import InvalidConfig
 from headwater.lab import draw
@@ -51,3 +52,39 @@ def top(
                 look += 1
         except KeyboardInterrupt:
             return
+
+
+@app.command()
+def dashboard(
+    url: Annotated[str, typer.Option(metavar="URL", help="A server with /metrics: vLLM with our connector.")],
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Who looks must show it.", show_default="$HEADWATER_API_KEY, or none"),
+    ] = None,
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(help="What that server wants to be shown.", show_default="$HEADWATER_VLLM_KEY, or none"),
+    ] = None,
+    allow_host: AllowHost = None,
+) -> None:
+    """Serve the dashboard's page for a server that has metrics and no page of its own."""
+    from headwater.serve.limits import Limits, hosts_for
+    from headwater.serve.metrics_board import MetricsBoard, MetricsReader
+    from headwater.serve.sockets import address, listen
+
+    log_to_stderr()
+    server = url.rstrip("/").removesuffix("/metrics")
+    require_url("a server's address", server)
+    key = key_option(api_key, environment.default_api_key())
+    reader = MetricsReader(server, key=key_option(metrics_key, environment.default_vllm_key()))
+    with listen(host, DEFAULT_PORT if port is None else port, or_any=port is None) as listener:
+        bound = listener.getsockname()[0]
+        if key is None and not is_loopback(bound):
+            raise InvalidConfig(f"everybody who can reach {host} could look: give a key (--api-key)")
+        limits = Limits(max_connections=64, hosts=hosts_for(bound, key=key, allowed=require_hosts(allow_host or ())))
+        where = address(listener)
+        MetricsBoard(
+            reader, limits=limits, api_key=key, announce=lambda: typer.echo(f"the dashboard of {server} is at {where}/")
+        ).serve_forever([listener])

@@ -3,6 +3,7 @@
 import time
 
 from headwater.core.errors import ResourceClosed, StoreError
+from headwater.engine.request import Request
 from headwater.serve.service import Service
 from headwater.serve.state import Flight, Snapshot, TierFacts
 from headwater.storage.base import Store, StoreFill
@@ -100,8 +101,18 @@ def _flights(service: Service) -> list[Flight]:
                         phase=("decode" if request.num_generated else "prefill") if running else str(request.phase),
                         age_s=now_s - request.arrived_s,
                         prompt_tokens=len(request.prompt),
-                        cached_tokens=sum(list(request.cached_by_tier.values())),
+                        cached_tokens=_cached(request),
                         generated_tokens=request.num_generated,
                     )
                 )
     return found
+
+
+def _cached(request: Request) -> int | None:
+    """Tokens of a prompt that did not have to be computed, so far: in its slots, and not by its own steps.
+
+    The bill comes when it is over. None after a preemption: what it finds then it may have computed itself.
+    """
+    if request.preemptions:
+        return None
+    return max(0, min(request.num_computed - request.num_recomputed, len(request.prompt)))

@@ -4,8 +4,8 @@
     /admin/state                        the state document (`state.py`), once
     /admin/stream                       server-sent events: the document now, and again each second
 
-What they say is in `state.py`, how it is found out in `board.py` (a node) and `router/board.py`. Neither an engine nor
-torch is loaded here.
+What they say is in `state.py`, how it is found out in `board.py` (a node), `router/board.py` and `metrics_board.py`
+(others' metrics). Neither an engine nor torch is loaded here.
 
 While nobody looks, nothing of this runs: no task, no timer, no sample. A stream samples for itself and keeps nothing.
 
@@ -20,7 +20,7 @@ Invariants:
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from headwater.core.errors import NotInstalled
@@ -57,9 +57,14 @@ class Dashboard:
     """The dashboard's routes. For one event loop."""
 
     def __init__(
-        self, take: Callable[[], Snapshot], *, limits: Limits, stopping: Callable[[], bool], wants_key: bool
+        self,
+        take: Callable[[], Snapshot | Awaitable[Snapshot]],
+        *,
+        limits: Limits,
+        stopping: Callable[[], bool],
+        wants_key: bool,
     ) -> None:
-        """`take` says how things stand; it must not block. `stopping`: whether the server takes nothing new."""
+        """`take` says how things stand, at once or awaited. `stopping`: whether the server takes nothing new."""
         self._take = take
         self._wants_key = wants_key
         self._stopping = stopping
@@ -82,10 +87,13 @@ class Dashboard:
     async def state(self, http: Request) -> Response:
         """The document, once."""
         _require_own(http)
-        return Response(self._document(), media_type="application/json", headers={"Cache-Control": "no-store"})
+        return Response(await self._document(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
-    def _document(self) -> bytes:
-        return json.dumps(document(self._take()), allow_nan=False, separators=(",", ":")).encode()
+    async def _document(self) -> bytes:
+        now = self._take()
+        if not isinstance(now, Snapshot):
+            now = await now
+        return json.dumps(document(now), allow_nan=False, separators=(",", ":")).encode()
 
     async def watch(self, http: Request, send: Send) -> None:
         """Answer one stream, until one of its ends. Raises ApiError if it does not begin."""
@@ -101,7 +109,7 @@ class Dashboard:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
             while not (leaving.done() or self._stopping() or loop.time() >= ends_s or http.method == "HEAD"):
-                event = b"data: " + self._document() + b"\n\n"
+                event = b"data: " + await self._document() + b"\n\n"
                 await send({"type": "http.response.body", "body": event, "more_body": True})  # waits until it is taken
                 await asyncio.wait({leaving}, timeout=max(0.0, min(EVERY_S, ends_s - loop.time())))
             await send({"type": "http.response.body", "body": b""})

@@ -1,7 +1,7 @@
 """The state document: what `/admin/state` says, from a snapshot. docs/DASHBOARD.md has it field by field.
 
-Pure: a snapshot in, plain JSON values out. Who takes the snapshot is in `dashboard.py` (a node) and `router/board.py`
-(a router). Nothing here is sampled, kept or drawn; series over time are their reader's.
+Pure: a snapshot in, plain JSON values out. Who takes the snapshot is in `board.py` (a node), `router/board.py` and
+`metrics_board.py` (others' metrics). Nothing here is sampled, kept or drawn; series over time are their reader's.
 
 Invariants:
 - Every number is finite, every text is of a bounded length, lists have a bounded number of entries: the document stays
@@ -61,7 +61,7 @@ class Flight:
 class Snapshot:
     """What a server knew at one moment."""
 
-    kind: str  # node, router, vllm
+    kind: str  # node, router, metrics: of another server
     name: str
     model: str | None
     role: str | None

@@ -10,6 +10,7 @@ const GAP_S = 15; // between two documents: what was counted in between belongs 
 const SILENT_MS = 10000; // a stream that says nothing for so long is given up
 const HIDDEN_MS = 30000; // a tab that nobody sees stops looking
 const POLL_MS = 5000;
+const TOLD_MS = 20000;
 const SVG = "http://www.w3.org/2000/svg";
 
 const $ = (id) => document.getElementById(id);
@@ -242,10 +243,15 @@ async function poll(signal, heard) {
   }
 }
 
+// What came of something that was asked for. It goes after a while.
 function tell(text) {
+  clearTimeout(telling);
   show($("message"), true);
   say($("message"), text);
+  telling = setTimeout(() => show($("message"), false), TOLD_MS);
 }
+
+let telling = null;
 
 async function revive(what, button) {
   if (button.ariaDisabled === "true") return;
@@ -370,7 +376,7 @@ function draw(now) {
   say($("who"), who.filter(Boolean).join("  ·  "));
   document.title = (trouble(now).length ? "! " : "") + `${now.name} – Headwater`;
   for (const part of document.querySelectorAll("[data-for]")) {
-    const wanted = { cache: !isRouter, tiers: !isRouter, fleet: isRouter }[part.dataset.for];
+    const wanted = { cache: !isRouter, tiers: !isRouter, fleet: isRouter, requests: now.kind !== "metrics" }[part.dataset.for];
     show(part, wanted !== false);
   }
   for (const cell of document.querySelectorAll("#flights-table thead [data-col]")) {
@@ -399,19 +405,19 @@ function trouble(now) {
     found.unshift({ name: "brain", off: true, revivable: now.can_revive, text: `failed, and every block is a miss: ${now.brain.failed}` });
   }
   if (!now.ready) {
-    const text = now.kind === "router" ? "has no nodes that could answer a request" : "does not answer requests";
+    const text = { router: "has no nodes that could answer a request", metrics: "does not tell its metrics" }[now.kind] || "does not answer requests";
     found.unshift({ name: "server", off: true, revivable: false, text });
   }
   return found;
 }
 
-// What a screen reader should hear without being asked: that something went off, or came back.
+// What a screen reader should hear without being asked: that something went off, or came back. Others see it.
 function announce(then, now) {
   if (!then) return;
   const was = new Map(trouble(then).filter((one) => one.off).map((one) => [one.name, one]));
   const is = new Map(trouble(now).filter((one) => one.off).map((one) => [one.name, one]));
-  for (const [name, one] of is) if (!was.has(name)) tell(`${name} ${one.text}`);
-  for (const name of was.keys()) if (!is.has(name)) tell(`${name} is used again.`);
+  for (const [name, one] of is) if (!was.has(name)) say($("news"), `${name} ${one.text}`);
+  for (const name of was.keys()) if (!is.has(name)) say($("news"), `${name} is used again.`);
 }
 
 function reviveButton(name) {
@@ -458,12 +464,13 @@ function drawCards(now) {
     ["Seconds saved", (net > 0 ? "+" : "") + seconds(net), `${seconds(saved)} saved, ${seconds(lost)} lost, ${seconds(waited)} waited`],
   ];
   if (engine) {
-    found.push(
-      ["In the engine", count(engine.running + engine.waiting), `${count(engine.running)} running, ${count(engine.waiting)} waiting, ${count(engine.free)} more fit`],
-      ["Speed", tokensPerSecond(engine.prefill_tokens_per_s), `of prompts; answers at ${tokensPerSecond(engine.decode_tokens_per_s)}`],
-    );
-  } else {
+    const fit = engine.free === null ? "" : `, ${count(engine.free)} more fit`;
+    found.push(["In the engine", count(engine.running + engine.waiting), `${count(engine.running)} running, ${count(engine.waiting)} waiting${fit}`]);
+  }
+  if (now.kind === "metrics") {
     found.push(["Requests", count(sum(now.requests.looked_up)), "looked up since the start"]);
+  } else {
+    found.push(["Speed", tokensPerSecond(engine.prefill_tokens_per_s), `of prompts; answers at ${tokensPerSecond(engine.decode_tokens_per_s)}`]);
   }
   cards(found);
 }
@@ -502,7 +509,7 @@ function drawPlots(now) {
   say($("seconds-bottom"), time.bottom ? "−" + seconds(time.bottom) : "");
   legend($("seconds-legend"), names.map((name) => ({
     name, label: name === "none" ? "nothing found" : name,
-    value: "+" + seconds(saved[name] || 0) + (lost[name] ? ` −${seconds(lost[name])}` : ""),
+    value: [saved[name] || !lost[name] ? "+" + seconds(saved[name] || 0) : "", lost[name] ? "−" + seconds(lost[name]) : ""].join(" ").trim(),
   })));
   $("seconds").setAttribute("aria-label", `Seconds saved and lost by tier over five minutes: at most ${seconds(time.top)} saved and ${seconds(time.bottom)} lost in five seconds`);
 }
@@ -533,7 +540,7 @@ function drawTiers(now) {
     const part = tier.limit_bytes ? Math.min(1, tier.used_bytes / tier.limit_bytes) : 0;
     one.inner.style.width = (100 * part).toFixed(1) + "%";
     one.bar.style.visibility = tier.limit_bytes ? "visible" : "hidden";
-    say(one.amount, tier.limit_bytes ? `${bytes(tier.used_bytes)} of ${bytes(tier.limit_bytes)}  (${percent(part)})` : "its server knows");
+    say(one.amount, tier.limit_bytes ? `${bytes(tier.used_bytes)} of ${bytes(tier.limit_bytes)}  (${percent(part)})` : "not known here");
     const said = [
       count(tier.hit_tokens), seconds(tier.saved_s), seconds(tier.lost_s), rate(tier.load_bytes_per_s), rate(tier.save_bytes_per_s),
       tier.queued_bytes ? bytes(tier.queued_bytes) : "–",
