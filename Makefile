@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEBIAN := redis-server libibverbs1 chromium chromium-driver
 VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
@@ -28,9 +29,9 @@ check: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 servers:  ## what the tests start themselves, by Debian's names
-	@{ command -v redis-server && ldconfig -p | grep -q libibverbs.so.1; } > /dev/null \
-	  || { apt-get update -qq && apt-get install -qq -y redis-server libibverbs1; } \
-	  || { echo "the tests need redis-server and libibverbs1; as root: apt-get install redis-server libibverbs1"; exit 1; }
+	@{ command -v redis-server && command -v chromium && command -v chromedriver && ldconfig -p | grep -q libibverbs.so.1; } \
+	  > /dev/null || { apt-get update -qq && apt-get install -qq -y $(DEBIAN); } \
+	  || { echo "the tests need $(DEBIAN); as root: apt-get install $(DEBIAN)"; exit 1; }
 
 test: check servers
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal

@@ -1,7 +1,8 @@
 """Counters, gauges, histograms and a ring of recent events, behind one small class; what Prometheus reads is made here.
 
-Not a logger, not a server, no clock: rooms say here what happened and what it took, faces (command line, server) read
-it. Every family of numbers is declared once, in FAMILIES; Prometheus sees its name with `headwater_` before it.
+Not a logger, not a server: rooms say here what happened and what it took, faces (command line, server) read it. The one
+clock here dates events, for people; nothing goes by it. Every family of numbers is declared once, in FAMILIES;
+Prometheus sees its name with `headwater_` before it.
 
 Invariants:
 - Counting never raises and waits for nothing but a short lock, because it is done where something else has just gone
@@ -18,6 +19,7 @@ import json
 import math
 import re
 import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
@@ -71,6 +73,16 @@ _DECLARED: Final = (
     ),
     (COUNTER, "saved_seconds_total", "Seconds of computing that hits made unnecessary, less the waiting, as estimated"),
     (COUNTER, "lost_seconds_total", "Seconds that requests waited beyond what computing would have taken"),
+    (
+        COUNTER,
+        "tier_saved_seconds_total{tier}",
+        "The same by tier, device among them: what its blocks would have cost, less its share of the waiting",
+    ),
+    (
+        COUNTER,
+        "tier_lost_seconds_total{tier}",
+        "The same by tier, where its share of the waiting was more; none: it was waited, and nothing was loaded",
+    ),
     (COUNTER, "waited_seconds_total", "Seconds that requests waited for the cache: what the saved ones cost"),
     # Tiers, and the jobs that move blocks between them.
     (COUNTER, "jobs_total{tier,job,outcome}", "Jobs that ended, by outcome"),
@@ -173,6 +185,8 @@ class Notice:
 
     kind: str
     facts: dict[str, Any] = field(default_factory=dict)
+    number: int = field(default=0, compare=False)  # of all events there were, from 1
+    at_s: float = field(default=0.0, compare=False)  # on the clock on the wall
 
 
 class Metrics:
@@ -188,6 +202,7 @@ class Metrics:
         self._overflowed = False
         self._misuses_told: set[str] = set()
         self._events: deque[Notice] = deque(maxlen=ring_size)
+        self._num_events = 0
         self._series: dict[str, dict[tuple[str, ...], _Cell]] = {name: {} for name in FAMILIES}  # by label values
         # The same cells by what calls pass, labels in any order: one look-up instead of checks.
         self._counters: dict[_Key, _Cell] = {}
@@ -241,7 +256,8 @@ class Metrics:
         """Remember an event, and count it as `events_total` under its kind."""
         with self._lock:
             self.count("events_total", kind=kind)
-            self._events.append(Notice(kind, facts))
+            self._num_events += 1
+            self._events.append(Notice(kind, facts, self._num_events, time.time()))
 
     def events(self, kind: str | None = None) -> list[Notice]:
         """The remembered events, oldest first, of one kind or all."""
@@ -253,6 +269,11 @@ class Metrics:
         with self._lock:
             counters = [family for family in FAMILIES.values() if family.kind is COUNTER]
             return {_title(one, of): cell[0] for one in counters for of, cell in self._series[one.name].items()}
+
+    def numbers(self) -> dict[str, dict[tuple[str, ...], float]]:
+        """A copy of all there is: by name, then by label values in their order; of a histogram its seconds."""
+        with self._lock:
+            return {name: {of: cell[-1] for of, cell in series.items()} for name, series in self._series.items()}
 
     def value(self, name: str, /, **labels: str) -> float:
         """The sum over a family's series that have these labels (all, some or none); of a histogram its seconds."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headwater.cache.cache import TieredCache
@@ -57,6 +57,7 @@ class Running:
     metrics: Metrics
     defaults: "Defaults"  # of sampling
     receiver: PoolReceiver | None = None  # of a decode node
+    stores: Mapping[str, Store] = field(default_factory=dict)  # the cache's, by tier
 
     def refusal(self, ticket: Ticket) -> str | None:
         """Why a ticket cannot be used here, as a sentence that says what to change; None: it can. Does not block."""
@@ -142,7 +143,7 @@ def open_engine(
             max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
         )
         engine = stack.enter_context(Engine(model, planes, Connector(cache, model.identity), limits, handoffs=handoffs))
-        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, defaults, receiver)
+        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, defaults, receiver, stores)
 
 
 def _open_handoffs(

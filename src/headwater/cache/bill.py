@@ -3,11 +3,16 @@
 A resumed request is billed and told, but counts in no total of hits, misses or seconds: it mostly found its own blocks.
 """
 
+from collections.abc import Mapping
+from typing import Final
+
 from headwater.cache.accounts import Accounts
 from headwater.cache.match import DEVICE
 from headwater.cache.placement import ComputeCost
 from headwater.cache.records import RequestRecord
 from headwater.core.events import Finished
+
+NO_TIER: Final = "none"  # whose waiting brought nothing
 
 
 def bill(request: RequestRecord, accounts: Accounts, cost: ComputeCost, block_tokens: int) -> Finished | None:
@@ -31,6 +36,9 @@ def bill(request: RequestRecord, accounts: Accounts, cost: ComputeCost, block_to
         accounts.add("waited_seconds_total", waited_s)
         accounts.add("saved_seconds_total", max(saved_s, 0.0))
         accounts.add("lost_seconds_total", max(-saved_s, 0.0))
+        for tier, seconds in by_tier(blocks, cost, waited_s).items():
+            accounts.add("tier_saved_seconds_total", max(seconds, 0.0), tier=tier)
+            accounts.add("tier_lost_seconds_total", max(-seconds, 0.0), tier=tier)
     return Finished(
         request=request.request,
         num_tokens=(request.num_prompt + request.num_unnamed) * block_tokens,
@@ -40,3 +48,20 @@ def bill(request: RequestRecord, accounts: Accounts, cost: ComputeCost, block_to
         waited_s=waited_s,
         saved_s=saved_s,
     )
+
+
+def by_tier(blocks: Mapping[str, int], cost: ComputeCost, waited_s: float) -> dict[str, float]:
+    """Seconds that each tier saved, below 0: lost, from how many blocks it had, in their order. They add up.
+
+    Only what is loaded is waited for: tiers share the waiting by their blocks. Where nothing was, it is nobody's.
+    """
+    num_loaded = sum(num for tier, num in blocks.items() if tier != DEVICE)
+    found: dict[str, float] = {}
+    at = 0
+    for tier, num in blocks.items():
+        waiting_s = 0.0 if tier == DEVICE else waited_s * num / max(num_loaded, 1)
+        found[tier] = cost.row_s(at, at + num) - waiting_s
+        at += num
+    if not num_loaded:
+        found[NO_TIER] = -waited_s
+    return found

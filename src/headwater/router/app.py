@@ -3,6 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/models     as a node has them (`app.py`); answered by nodes
     /health     200 if a request could be answered, 503 if not; open to everybody
     /state      nodes, queues, the last decisions and why          /metrics    for Prometheus
+    /, /admin/state, /admin/stream     the dashboard (`serve/dashboard.py`)
     /pd/nodes, /pd/drain    for nodes and operators that hold the node key; the protocol is in `router/router.py`
 
 A client may say in `x-headwater-timeout-s` how long it waits, and its own `x-request-id`; every answer has the latter.
@@ -24,12 +25,14 @@ from headwater.disagg.events import event_of
 from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
+from headwater.router.board import router_snapshot
 from headwater.router.nodes import NameTaken, NodeRefused
 from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
 from headwater.serve import errors
 from headwater.serve.bodies import Bodies
 from headwater.serve.body import Fields
+from headwater.serve.dashboard import PATHS, Dashboard
 from headwater.serve.errors import ApiError, PassedOn
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.limits import Limits
@@ -222,7 +225,14 @@ class Face:
 def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
     """The application for a router, which is its owner's to close, as is the face."""
     face, config = Face(router, limits), router.config
+    board = Dashboard(
+        lambda: router_snapshot(router),
+        limits=limits,
+        stopping=face.stopping.is_set,
+        wants_key=config.api_key is not None,
+    )
     routes = [
+        *board.routes,
         Route(HEALTH, face.health),
         Route(METRICS, face.metrics),
         Route(_STATE, face.state),
@@ -236,7 +246,7 @@ def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
         routes,
         limits=limits,
         metrics=router.metrics,
-        paths=_PATHS,
+        paths=(*_PATHS, *PATHS),
         api_key=config.api_key,
         fleet=FleetGuard(Authenticator(config.node_key, ROUTER)),
     )

@@ -169,7 +169,7 @@ class Router:
                 "promised_to_decode": self._num_promised,
             },
             "index": self._looker.state,
-            "under_way": [one.document() for one in self._trips],
+            "under_way": [{**one.document(), "age_s": round(now_s - one.began_s, 3)} for one in self._trips],
             "decisions": list(self._decisions)[::-1],
         }
 

@@ -1,9 +1,9 @@
 """A node's application: its routes, and what is said about it.
 
-`/health` is open to everybody; all else wants the API key, where there is one (`middleware.py`), or the fleet's
-signature. A node that listens beyond this machine and has no API key answers its routers alone. What happens to a
-request that generates is in `service.py` and `generate.py`, what routers ask for in `pd_endpoints.py`, what an
-administrator may in `revive.py`.
+`/health` and the dashboard's page are open to everybody; all else wants the API key, where there is one
+(`middleware.py`), or the fleet's signature. A node that listens beyond this machine and has no API key answers its
+routers alone. What happens to a request that generates is in `service.py` and `generate.py`, what routers ask for in
+`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`.
 """
 
 import asyncio
@@ -15,6 +15,8 @@ from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
+from headwater.serve.board import node_snapshot
+from headwater.serve.dashboard import PATHS, Dashboard
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
@@ -90,7 +92,14 @@ def create_app(service: Service) -> Starlette:
 
     started_s = int(config.model.stat().st_mtime)
     reviving = asyncio.Lock()
+    board = Dashboard(
+        lambda: node_snapshot(service),
+        limits=service.limits,
+        stopping=lambda: service.stopping,
+        wants_key=config.api_key is not None,
+    )
     routes = [
+        *board.routes,
         Route(HEALTH, health),
         Route(METRICS, metrics),
         Route(REVIVE, revival, methods=["POST"]),
@@ -109,7 +118,7 @@ def create_app(service: Service) -> Starlette:
         routes,
         limits=service.limits,
         metrics=running.metrics,
-        paths=_PATHS,
+        paths=(*_PATHS, *PATHS),
         api_key=config.api_key,
         fleet=fleet,
     )

@@ -1,8 +1,8 @@
 """The door of both servers: hosts, keys, an id for every request, counting, and errors in one shape for all.
 
-`/health` wants no key. A request may bring its id (`x-request-id`) and say how long it is waited for, from its first
-byte on (`x-headwater-timeout-s`); an id that is no printable word is replaced. Every answer says the id. Neither an
-engine nor torch is loaded here.
+`/health` wants no key, nor does the dashboard's page, which holds nothing. A request may bring its id (`x-request-id`)
+and say how long it is waited for, from its first byte on (`x-headwater-timeout-s`); an id that is no printable word is
+replaced. Every answer says the id. Neither an engine nor torch is loaded here.
 
 Not here: connections, and what is slow or too much (`connection.py`, `bodies.py`).
 """
@@ -24,6 +24,7 @@ from headwater.serve.connections import Admission
 from headwater.serve.errors import ApiError
 from headwater.serve.fleet_guard import FleetGuard, checked
 from headwater.serve.limits import Limits
+from headwater.serve.page import FILES
 
 with needs_extra("serve"):
     from starlette.applications import Starlette
@@ -118,8 +119,8 @@ class Guard:
         host = _header(scope, "host")
         if host is not None and not self._limits.answers_host(host):
             raise errors.wrong_host(host)
-        key = self._api_key
-        if scope["path"] == HEALTH or (key is None and not self._fleet.members_only):
+        path, key = scope["path"], self._api_key
+        if path == HEALTH or path in FILES or (key is None and not self._fleet.members_only):
             return
         if key is None:
             raise errors.wrong_key()

@@ -183,6 +183,11 @@ class Service:
         """Requests that have not been answered, those whose bodies are still coming among them."""
         return len(self._attempts)
 
+    @property
+    def under_way(self) -> list[tuple[str, Answer | None]]:
+        """The same, by attempt; None: its body is still coming."""
+        return list(self._attempts.items())
+
     def progress_of(self, attempt: str) -> dict[str, Any] | None:
         """How it goes with an attempt, as a router wants to know; None if it is not here."""
         if attempt not in self._attempts:

@@ -66,6 +66,13 @@ class Deadline:
         return self.clock.monotonic() >= self.at_s
 
 
+class StoreFill(NamedTuple):
+    """How full a store is."""
+
+    used_bytes: int
+    limit_bytes: int
+
+
 class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
@@ -106,6 +113,10 @@ class Store(Closing):
 
     def listing(self) -> "Listing | None":
         """Who has a list of the pages; None: nobody, they can only be asked for by name."""
+        return None
+
+    def fill(self) -> StoreFill | None:
+        """How full it is, as far as memory says; None: that would have to be asked. For people. Does not block."""
         return None
 
     @abstractmethod

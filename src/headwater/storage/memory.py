@@ -11,7 +11,7 @@ from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import Header, parse
 from headwater.policy import BlockFacts, History, LeafOrder, Lru, Policy
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store, StoreFill
 
 
 class _Entry:
@@ -43,6 +43,10 @@ class MemoryStore(Store):
     def num_bytes(self) -> int:
         """Bytes of all frames held."""
         return self._num_bytes
+
+    def fill(self) -> StoreFill:
+        """Bytes of all frames."""
+        return StoreFill(self._num_bytes, self._limit_bytes)
 
     def names(self) -> list[PageName]:
         """The pages that are held, in no order."""

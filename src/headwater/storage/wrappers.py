@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.storage.base import Addressable, CachedNames, Damageable, Deadline, Listing, Registering, Store
+from headwater.storage.base import (
+    Addressable,
+    CachedNames,
+    Damageable,
+    Deadline,
+    Listing,
+    Registering,
+    Store,
+    StoreFill,
+)
 
 _CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
 _WAYS: Final = frozenset({"addressable", "cached_names"})
@@ -66,6 +75,10 @@ class WrapperStore(Store):
     def listing(self) -> Listing | None:
         """As of the store inside."""
         return self.store.listing()
+
+    def fill(self) -> StoreFill | None:
+        """As of the store inside."""
+        return self.store.fill()
 
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Pass on."""

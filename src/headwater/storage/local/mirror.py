@@ -5,6 +5,7 @@ may come from any thread; changes come one at a time (`attachment.py` holds a lo
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -104,6 +105,14 @@ class Mirror:
     def free_slots(self, slot_bytes: int) -> list[int]:
         """Numbers of slots of this size that seem free."""
         return list(self._free.get(slot_bytes, ()))
+
+    def used_bytes(self) -> int:
+        """Bytes of slots that are not free, as far as known. From any thread: looks at sizes only."""
+        cut = Counter(dict(self.classes).values())  # extents by the size of their slots
+        return sum(
+            size * (num * self._geometry.slots_in_extent(size) - len(self._free.get(size, ())))
+            for size, num in cut.items()
+        )
 
     def next_free(self, slot_bytes: int, most: int) -> list[int]:
         """Numbers of slots of this size that seem free; they are not offered again."""

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from headwater.core.page import PageName
-from headwater.storage.base import Deadline
+from headwater.storage.base import Deadline, StoreFill
 from headwater.storage.local.attachment import Attachment, IndexLocked, Turn
 from headwater.storage.local.records import RecordState, in_state
 from headwater.storage.local.slab import Progress
@@ -165,6 +165,10 @@ class LocalNames(LocalStore):
             at.retire()
             raise
         return at
+
+    def fill(self) -> StoreFill | None:
+        """None: who knows names alone does not know sizes."""
+        return None
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages seem to be there: one look at what is new in the index, then memory."""

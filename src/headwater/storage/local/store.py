@@ -21,7 +21,7 @@ from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store
+from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store, StoreFill
 from headwater.storage.local import descriptors, families
 from headwater.storage.local.allocator import Allocator, Search
 from headwater.storage.local.attach import attach
@@ -319,6 +319,10 @@ class LocalStore(Store):
     def limit_bytes(self) -> int:
         """The directory's byte limit; 0 while the store is down."""
         return self._run(lambda at: at.slab.header.limit_bytes, 0)
+
+    def fill(self) -> StoreFill | None:
+        """Slots that are taken, as this process last saw the index; None while the store is down."""
+        return self._run(lambda at: StoreFill(at.catalog.mirror.used_bytes(), at.slab.header.limit_bytes), None)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
