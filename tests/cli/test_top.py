@@ -3,6 +3,7 @@
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -32,7 +33,7 @@ def command(here: Served, *words: str, key: str = KEY) -> tuple[int, str, str]:
 
 
 def test_a_server_s_state_is_shown(directory: Path, model: Model, tmp_path: Path) -> None:
-    disk = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
+    disk: dict[str, Any] = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
     with serving(directory, model, api_key=KEY, num_blocks=64, **disk) as here:
         ask(here)
         ask(here)

@@ -98,7 +98,7 @@ def test_requests_under_way_say_where_they_are() -> None:
 
         async def end() -> int:
             gate.set()
-            status = (await task).status_code
+            status: int = (await task).status_code
             await asking.aclose()
             return status
 

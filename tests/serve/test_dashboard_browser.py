@@ -10,6 +10,7 @@ from browser_kit import ENTER, TAB, Browser, browsing
 from headwater.engine.models.base import Model
 from router_kit import world
 from serve_kit import WAIT_S, Served, directory, model, serving
+from test_dashboard import board_of
 from test_serve_revive import KEY, PROMPT, ask, switch_off
 
 __all__ = ["directory", "model"]  # fixtures
@@ -59,7 +60,7 @@ def clean(browser: Browser) -> Iterator[None]:
 @pytest.fixture
 def here(directory: Path, model: Model, tmp_path: Path) -> Iterator[Served]:
     """A server with a disk tier that wants a key."""
-    disk = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
+    disk: dict[str, Any] = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
     with serving(directory, model, api_key=KEY, num_blocks=64, **disk) as one:
         yield one
 
@@ -197,15 +198,15 @@ def test_names_from_outside_are_text(browser: Browser, here: Served) -> None:
 
 def test_a_server_that_is_gone_and_one_with_many_who_look(browser: Browser, directory: Path, model: Model) -> None:
     with serving(directory, model, num_blocks=64) as here:  # without a key
-        route = next(route for route in here.server.config.app.routes if route.path == "/admin/state")
-        route.endpoint.__self__._max_streams = 0
+        board = board_of(here)
+        board._max_streams = 0
         browser.open(f"{here.url}/")
         browser.until(lambda: "many are looking" in browser.text("#link-text"))
         assert browser.text("#ask") == ""
         assert browser.text("#forget") == ""
         assert "Hit ratio" in browser.text("#cards")
         assert all("429" in one for one in browser.complaints())
-        route.endpoint.__self__._max_streams = 8
+        board._max_streams = 8
         browser.open(f"{here.url}/")
         browser.until(lambda: browser.text("#link-text") == "live")
         here.stop()
