@@ -22,11 +22,11 @@ import numpy.typing as npt
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, GET_ANSWERS, Status
-from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
-from headwater.layout.frame import expect, header_bytes, parse, vouched
+from headwater.layout.digest import ALONE_BYTES, plane_digests
+from headwater.layout.frame import header_bytes, vouched
 from headwater.layout.headers import copies, vouched_all
 from headwater.metrics import Metrics
-from headwater.storage.arriving import ArrivingPages, FrameCut
+from headwater.storage.arriving import ArrivingPages, FrameCut, copy_frame
 from headwater.storage.bad_pages import BadPages
 from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Piecewise, Store, portions
 
@@ -152,9 +152,7 @@ class VerifiedStore(Store):
             return [Status.FAILED] * len(pages)
         self._require_frames(pages)
         got = self._store.get_into(pages, deadline=deadline)
-        found: list[npt.NDArray[np.uint64] | Status] = []
-        for (name, frame), status in zip(pages, got, strict=True):
-            found.append(self._vouched(name, frame) if status is Status.HIT else _a_miss(status))
+        found = self._vouched_all(pages, got)
         results = [one if isinstance(one, Status) else Status.HIT for one in found]
         if judged is not None:
             judged(results)
@@ -246,15 +244,17 @@ class VerifiedStore(Store):
             if not isinstance(one, Borrow) or len(one.view) != size:
                 break
             first.append(one)
-        if not first:
+        views = [one.view for one in first]
+        return self._look_at_headers(views, [one.name for one in first])
+
+    def _look_at_headers(
+        self, frames: Sequence[memoryview], names: Sequence[PageName]
+    ) -> tuple[npt.NDArray[np.uint64], list[bool]]:
+        """What copies of headers vouch for, and of which pages that is sure; of the others, ask `_vouched`."""
+        if not frames:
             return np.empty((0, 0), np.uint64), []
-        return vouched_all(
-            copies([one.view for one in first], self._header_bytes),
-            [one.name for one in first],
-            now_ms=self._now_ms(),
-            identity=self._identity,
-            plane_bytes=self._plane_bytes,
-        )
+        headers, now_ms = copies(frames, self._header_bytes), self._now_ms()
+        return vouched_all(headers, names, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
 
     def _look_at(self, borrow: Borrow) -> Loan | Status:
         """Check a page's header, in a private copy."""
@@ -313,15 +313,11 @@ class VerifiedStore(Store):
         arriving = ArrivingPages(self._cut, [frame for _, frame in pages])
         got = store.read_pieces(pages, ends=self._cut.ends, arrived=arriving.digest_piece, use=use, deadline=deadline)
         results: list[Status] = []
-        for i, ((name, frame), status) in enumerate(zip(pages, got, strict=True)):
-            if status is not Status.HIT:
-                results.append(_a_miss(status))
-                continue
-            found = self._vouched(name, frame)
+        for digests, found in zip(arriving.digests, self._vouched_all(pages, got), strict=True):
             if isinstance(found, Status):
                 results.append(found)
             else:
-                results.append(Status.HIT if arriving.digests[i] == found.tolist() else Status.CORRUPT)
+                results.append(Status.HIT if digests == found.tolist() else Status.CORRUPT)
         return results
 
     def _get_beside(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
@@ -347,6 +343,22 @@ class VerifiedStore(Store):
         right = plane_digests(frame[self._header_bytes :], self._plane_bytes) == found.tolist()
         return Status.HIT if right else Status.CORRUPT
 
+    def _vouched_all(
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status]
+    ) -> list[npt.NDArray[np.uint64] | Status]:
+        """`_vouched` of those pages that the store gave, and why it did not give the others."""
+        there = [page for page, status in zip(pages, got, strict=True) if status is Status.HIT]
+        digests, is_right = self._look_at_headers([frame for _, frame in there], [name for name, _ in there])
+        seen = iter(zip(there, digests, is_right, strict=True))
+        found: list[npt.NDArray[np.uint64] | Status] = []
+        for status in got:
+            if status is not Status.HIT:
+                found.append(_a_miss(status))
+                continue
+            (name, frame), right, sure = next(seen)
+            found.append(right if sure else self._vouched(name, frame))
+        return found
+
     def _vouched(self, name: PageName, frame: memoryview) -> npt.NDArray[np.uint64] | Status:
         """What a frame's header says of its planes, if it is the page wanted."""
         header = frame[: self._header_bytes]
@@ -363,27 +375,13 @@ class VerifiedStore(Store):
             elif deadline.expired:
                 results.append(Status.LATE)
             else:
-                status = self._copy(name, borrow, buffer)
+                now_ms, source = self._now_ms(), borrow.view
+                status = copy_frame(
+                    source, buffer, name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes
+                )
                 # A fault in a page that was replaced while we copied is a lost race, not damage.
                 results.append(status if store.still_valid(borrow) else Status.MISS)
         return results
-
-    def _copy(self, name: PageName, borrow: Borrow, buffer: memoryview) -> Status:
-        source = borrow.view
-        if len(source) != len(buffer):
-            return Status.SHORT
-        start = self._header_bytes
-        buffer[:start] = source[:start]
-        header = parse(buffer[:start])
-        if isinstance(header, Status):
-            return header
-        fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
-        if fault is not None:
-            return fault
-        copy = buffer[start:]
-        if copy_digests(source[start:], copy, header.plane_bytes, private=copy) != list(header.digests):
-            return Status.CORRUPT
-        return Status.HIT
 
     def _now_ms(self) -> int:
         return int(self._clock.time() * 1000)

@@ -1,8 +1,9 @@
 """How pages are read out of a slab: in pieces, by several threads, each page looked at once more when it is there.
 
 Order of a read: copy, then look whether the slot still holds what was copied. It takes no lock between processes: a
-lost race is tried once more, then a miss. On a disk the work is cut into units of about a MiB, so that one large page
-keeps several readers busy, and small pages do not cost a turn each. Whoever reads the last unit of a page looks at it.
+lost race is tried once more, then a miss. On a disk the work is cut into units of a MiB and more, so that one large
+page keeps several readers busy, and small pages do not cost a turn each. Whoever reads the last unit of a page looks at
+it.
 Not here: what the bytes are worth (`verified.py`), and whose threads these are (`readers.py`).
 
 Invariant: a page's result is set once, when nobody reads into its buffer any more.
@@ -20,8 +21,9 @@ from headwater.storage.local.attachment import Attachment
 from headwater.storage.local.mirror import Place
 from headwater.storage.readers import Readers
 
-UNIT_BYTES: Final = 1 << 20  # that a reader takes at a time: some hundred microseconds
+UNIT_BYTES: Final = 1 << 20  # at least, that a reader takes at a time: some hundred microseconds
 SHARE_BYTES: Final = 1 << 20  # of a call for each reader: to wake one for less costs more than it brings
+_TURNS: Final = 4  # of each reader in a call: so they end at about the same time
 
 
 class Pieces(NamedTuple):
@@ -59,6 +61,7 @@ class PageReading:
         self._places: dict[int, Place] = {}  # of pages that are to be read, by their number in the call
         self._faults: dict[int, Status] = {}  # of those of which a part could not be read
         self._num_left: dict[int, int] = {}  # parts of each page
+        self._unit_bytes = UNIT_BYTES
         self._lock = threading.Lock()  # around what threads share
 
     def run(self, readers: Readers, *, use: bool) -> None:
@@ -72,10 +75,10 @@ class PageReading:
                 self._results[i] = found
             else:
                 self._places[i] = found
-        units = list(self._units(UNIT_BYTES))
-        most = 1
-        if not at.slab.mapped:
-            most += sum(len(self._pages[i][1]) for i in self._places) // SHARE_BYTES
+        num_bytes = sum(len(self._pages[i][1]) for i in self._places)
+        most = 1 if at.slab.mapped else min(readers.num_readers, 1 + num_bytes // SHARE_BYTES)
+        self._unit_bytes = max(UNIT_BYTES, num_bytes if most == 1 else num_bytes // (most * _TURNS))
+        units = list(self._units())
         readers.run(lambda unit: self._read_unit(units[unit]), len(units), most=most, hurry=use)
         if use:
             places = at.catalog.mirror.places
@@ -95,12 +98,13 @@ class PageReading:
     def _ends(self, i: int) -> Sequence[int]:
         if self._pieces is not None:
             return self._pieces.ends
-        size = len(self._pages[i][1])
-        return [*range(UNIT_BYTES, size - UNIT_BYTES // 2, UNIT_BYTES), size]
+        size, unit_bytes = len(self._pages[i][1]), self._unit_bytes
+        return [*range(unit_bytes, size - unit_bytes // 2, unit_bytes), size]
 
-    def _units(self, most_bytes: int) -> Iterator[list[_Part]]:
+    def _units(self) -> Iterator[list[_Part]]:
         """All pieces of all pages, in order, some at a time. Counts how many parts each page has."""
         unit: list[_Part] = []
+        most_bytes = self._unit_bytes
         size = 0
         for i in self._places:
             first, start = 0, 0
