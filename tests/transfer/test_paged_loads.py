@@ -190,6 +190,7 @@ class TorchRig:
             deadline_s=soon().at_s,
             slots=tuple(slots),
             parent=key(1, -1),
+            depth=0,
             tenant=TENANT,
         )
         self.worker.submit([order])

@@ -1,8 +1,8 @@
 """How pages are written into a slab: slots taken, frames written, pages published, some at a time.
 
 Order of a write: unpublish the victim, wipe, payload, header, publish. So a crash at any point leaves no valid header
-over other bytes, and no name for an incomplete page. One thread writes: a file takes one writer at a time, and a write
-that nobody waits for must not take readers' cores. Who gets which slot is `allocator.py`'s business.
+over other bytes, and no name for an incomplete page. One thread writes: file systems lock a file for one writer, and
+what nobody waits for must not take readers' cores. Who gets which slot is `allocator.py`'s business.
 
 Invariant: a slot that was taken is published or given back when the call ends, however it ends.
 """

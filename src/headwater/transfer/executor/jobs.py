@@ -6,10 +6,11 @@ pages for that are to be had at once. Before each copy from or to device slots i
 deadline it begins no copy and no call of a store. It ends nothing itself: it returns a result per block, or raises, and
 the worker tells.
 
-Rules kept here: pages are given back only when the call that was given them has returned (3); what is scattered was
-verified in the page it is scattered from (4); a store's answers are believed only if they are one status per page.
-A job of several slices that loses its store in the middle keeps what it has: the rest is "failed".
-Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
+Rules kept here: pages are given back only when the call that was given them has returned (3); what is copied from store
+to store was verified in the page between (4); a store's answers are believed only if they are one status per page.
+A job of several slices that loses its store in the middle keeps what it has: the rest is "failed". A demotion, which
+nobody waits for, has few bytes in hand and lets loads go first.
+Not here: loads (`loads.py`), threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
 import logging
