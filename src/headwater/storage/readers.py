@@ -44,9 +44,14 @@ class _Round:
         self._next = 0
         self.error: BaseException | None = None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is an item that nobody has begun, and a point in it."""
+        return self.error is None and self._next < self._num_items
+
     def claim(self) -> int | None:
-        """The next item: it is the caller's. None: there is none, or there is no point in it any more."""
-        if self.error is not None or self._next >= self._num_items:
+        """The next item: it is the caller's. None: there is none."""
+        if not self.goes_on:
             return None
         self._next += 1
         return self._next - 1
@@ -162,7 +167,7 @@ class Readers:
 
     def _claim(self, turn: _Round, *, helps: bool) -> int | None:
         with self._lock:
-            if helps and self._closed:
+            if not turn.goes_on or (helps and self._closed):
                 return None
             if helps and not turn.hurry and self._wanting and self._wanting[0].hurry:
                 if turn not in self._wanting:

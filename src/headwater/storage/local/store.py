@@ -84,7 +84,7 @@ class LocalStore(Store):
         return self
 
     def piecewise(self) -> Self | None:
-        """Itself, on a disk; where pages are mapped, one thread copies as fast as several."""
+        """Itself: several threads read from a disk. Where pages are mapped they are copied in place (`mapped.py`)."""
         return self
 
     def damageable(self) -> Self:
