@@ -18,8 +18,9 @@ from headwater.core.breaker import BreakerState
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Reason, Status
 from headwater.layout.frame import frame_bytes
-from headwater.storage.base import Deadline, Store
+from headwater.storage.base import Store
 from headwater.storage.local import MappedStore
+from headwater.storage.local.reading import PageReading
 from headwater.storage.memory import MemoryStore
 from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
@@ -335,19 +336,26 @@ class Shifting(MappedStore):
 
     meanwhile: Callable[[PageName], None] | None = None
 
-    def _get(self, at: Any, name: PageName, buffer: memoryview, deadline: Deadline) -> Status:
-        if self.meanwhile is not None:
-            self.meanwhile(name)
-        return super()._get(at, name, buffer, deadline)
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have `meanwhile` called with each page that was found, and is to be read next."""
+        read = PageReading._read_part
+
+        def watched(reading: PageReading, part: Any, place: Any) -> Status | None:
+            if self.meanwhile is not None:
+                self.meanwhile(reading._pages[part.page][0])
+            return read(reading, part, place)
+
+        monkeypatch.setattr(PageReading, "_read_part", watched)
 
 
 @pytest.mark.parametrize("what", ["evicted", "torn", "torn and stamped"])
 def test_a_page_that_changes_while_it_is_demoted_is_a_miss_and_takes_no_name(
-    make: Callable[..., Rig], shm: Path, what: str
+    make: Callable[..., Rig], shm: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = slab(shm / "host")
     host.__class__ = Shifting
     assert isinstance(host, Shifting)
+    host.watch(monkeypatch)
     rig = make({"host": host, "disk": MemoryStore(LIMIT_BYTES)}, slice_pages=8)
     rig.saved(range(8))
     torn = page_name(key(1, 5))
@@ -407,7 +415,7 @@ def test_a_source_that_is_switched_off_in_the_middle_gives_nothing(make: Callabl
     host = slab(shm / "host")
     rig = make({"host": host, "disk": MemoryStore(LIMIT_BYTES)}, slice_pages=2)
     rig.saved(range(6))
-    rig.worker._tiers["host"].reader._num_bad = 64  # nothing but bad pages came from it
+    rig.worker._tiers["host"].reader._bad._num_bad = 64  # nothing but bad pages came from it
     assert rig.ear.results(rig.demote(6, "disk")) == ["miss"] * 6
     assert any(isinstance(event, ev.StoreOff) and event.store == "host" for event in rig.ear.events)
 

@@ -56,7 +56,7 @@ def reader_of(here: Served) -> VerifiedStore:
 
 def switch_off(here: Served) -> None:
     """As after a hundred bad pages; the next job notices."""
-    reader_of(here)._num_bad = reader_of(here)._max_bad
+    reader_of(here)._bad._num_bad = reader_of(here)._bad._max_bad
     ask(here, [7, *PROMPT])
     here.until(lambda: "disk" in here.running.cache.troubles())
 

@@ -30,6 +30,7 @@ from headwater.core.results import Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, parse, seal, seal_into
 from headwater.layout.spec import opaque_layout
 from headwater.storage.base import Addressable, Deadline, Reservation
+from headwater.storage.local import writing
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SEALED_AT_MS, sample_chain, sample_page
 from headwater.testing.stores import put, read, soon
@@ -249,13 +250,13 @@ os.kill(os.getpid(), 9)
 def test_an_interrupt_after_publishing_leaves_the_pages_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = sample_chain(1, 4)
     with open_local(config(place)) as store:
-        publish = store._publish
+        publish = writing.publish_slots
 
         def interrupted(*args: Any) -> list[Status]:
             publish(*args)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(store, "_publish", interrupted)
+        monkeypatch.setattr(writing, "publish_slots", interrupted)
         with pytest.raises(KeyboardInterrupt):
             put(store, pages)
         monkeypatch.undo()

@@ -257,6 +257,9 @@ def bench_store(
     pool_mib: Annotated[int, typer.Option(help="Size of the pools that pages come from and go to.")] = 320,
     entries: Annotated[int, typer.Option(help="Pages in the store that is reopened.")] = 100_000,
     seconds: Annotated[float, typer.Option(help="How long to measure churn; at least five rounds.")] = 40.0,
+    readers: Annotated[
+        int | None, typer.Option(help="Threads that read from the disk at once; a store's own number by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write, evict and read pages in memory and on disk, beside memcpy, one file per block, and plain pwrite/pread."""
@@ -270,6 +273,7 @@ def bench_store(
         pool_mib=pool_mib,
         entries=entries,
         seconds=seconds,
+        readers=readers,
     )
     _measure(lambda tell: store.run(options, tell=tell), as_json=as_json)
 

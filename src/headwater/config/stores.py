@@ -11,6 +11,7 @@ from headwater.core.errors import InvalidConfig
 MIN_LIMIT_BYTES: Final = 8 << 20
 HOST_BYTES: Final = 256 << 20  # of a host tier that is made, and
 DISK_BYTES: Final = 1 << 30  # of a disk tier, where nobody said more
+MOST_READERS: Final = 256
 
 
 class Durability(enum.StrEnum):
@@ -30,6 +31,7 @@ class LocalStoreConfig:
     policy: str | None = None  # None: the directory's own, LRU for a new one
     prefault: bool = False  # map all memory at open (tmpfs only)
     open_timeout_s: float = 120.0  # for others who are just coming in; making a large store takes its time
+    readers: int | None = None  # threads that read from a disk at once, for one call; None: as many as cores, 4 to 16
 
     def __post_init__(self) -> None:
         """Take plain values where they are clear (`"power"`, a path as text), refuse what cannot work."""
@@ -44,6 +46,9 @@ class LocalStoreConfig:
         if limit is not None and not (isinstance(limit, int) and MIN_LIMIT_BYTES <= limit < 1 << 62):
             raise InvalidConfig(f"limit_bytes must be a whole number of at least {MIN_LIMIT_BYTES}, not {limit!r}")
         require_seconds("open_timeout_s", self.open_timeout_s)
+        readers: object = self.readers
+        if readers is not None and not (isinstance(readers, int) and 1 <= readers <= MOST_READERS):
+            raise InvalidConfig(f"readers must be a whole number from 1 to {MOST_READERS}, not {readers!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

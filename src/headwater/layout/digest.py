@@ -44,7 +44,7 @@ def copy_digests(
     if private is not source and private is not target:
         raise InvalidInput("the digests are made of one of the two ends of the copy")
     digests = []
-    for start, end, lengths in _portions(tuple(plane_bytes)):
+    for start, end, lengths in plane_runs(tuple(plane_bytes), _HOT_BYTES):
         target[start:end] = source[start:end]
         plane = start
         for length in lengths:
@@ -54,16 +54,16 @@ def copy_digests(
 
 
 @lru_cache(maxsize=64)
-def _portions(plane_bytes: tuple[int, ...]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """(start, end, plane lengths) of runs of planes that are copied together."""
-    return tuple(_cut(plane_bytes))
+def plane_runs(plane_bytes: tuple[int, ...], most_bytes: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """(start, end, plane lengths) of runs of planes of a payload, of `most_bytes` each or of one plane."""
+    return tuple(_cut(plane_bytes, most_bytes))
 
 
-def _cut(plane_bytes: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _cut(plane_bytes: tuple[int, ...], most_bytes: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     start = end = 0
     lengths: list[int] = []
     for length in plane_bytes:
-        if lengths and end + length - start > _HOT_BYTES:
+        if lengths and end + length - start > most_bytes:
             yield start, end, tuple(lengths)
             start, lengths = end, []
         end += length

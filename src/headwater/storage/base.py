@@ -17,7 +17,7 @@ shipped conformance suite (`headwater.testing.stores`):
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, Self
 
@@ -76,8 +76,9 @@ class StoreFill(NamedTuple):
 class Store(Closing):
     """Keeps frames under names. All calls may come from several threads.
 
-    What one can do besides is asked of it (`addressable`, `cached_names`, `registering`, `damageable`, `listing`), and
-    never of its class: what is wrapped can still do it. A store that can overrides the method, and answers itself.
+    What one can do besides is asked of it (`addressable`, `piecewise`, `cached_names`, `registering`, `damageable`,
+    `listing`), and never of its class: what is wrapped can still do it. A store that can overrides the method, and
+    answers itself.
     """
 
     @property
@@ -97,6 +98,10 @@ class Store(Closing):
 
     def addressable(self) -> "Addressable | None":
         """Its pages in place; None: they go by `put` and `get_into` alone."""
+        return None
+
+    def piecewise(self) -> "Piecewise | None":
+        """Who reads pages with several threads, and says what has arrived while it does; None: they come whole."""
         return None
 
     def cached_names(self) -> "CachedNames | None":
@@ -177,6 +182,27 @@ class Borrow(NamedTuple):
     view: memoryview
     slot: int
     stamp: bytes  # the header as it was when borrowed
+
+
+class Piecewise(Protocol):
+    """A store that reads pages with several threads at once, each page in pieces."""
+
+    def read_pieces(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        *,
+        ends: Sequence[int],
+        arrived: Callable[[int, int], None],
+        use: bool,
+        deadline: Deadline,
+    ) -> list[Status]:
+        """As `get_into` (or, without `use`, `peek_into`), for pages of one size, in pieces that end at `ends`.
+
+        `arrived(page, piece)`, by number, is called by whichever thread has just read a piece, while it is hot in that
+        core's cache; in any order, and again where a page was moved meanwhile. When this returns, nobody calls it, and
+        nobody writes to the buffers any more. Raises what `arrived` raises.
+        """
+        ...
 
 
 class Registering(Protocol):

@@ -6,8 +6,9 @@ digest. A page that fails is counted, told, and removed by force (rule 8), so th
 serve it again.
 
 Where pages have addresses, planes are copied and digested in turn while they are hot in the cache, and then the slot is
-asked whether it still holds the page. A copy engine that digests what it copies does that itself: `lend` gives it pages
-and what their digests must be, `settle` hears what it found.
+asked whether it still holds the page. Where a store reads with several threads, each digests what it has just read
+(`arriving.py`). A copy engine that digests what it copies does that itself, once: `lend` gives it pages in place, and
+`fetch` pages that were read, with what their digests must be; `settle` and `settle_fetched` hear what it found.
 """
 
 import time
@@ -21,11 +22,13 @@ import numpy.typing as npt
 from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, GET_ANSWERS, Status
-from headwater.layout.digest import ALONE_BYTES, copy_digests, plane_digests
-from headwater.layout.frame import expect, header_bytes, parse, vouched
+from headwater.layout.digest import ALONE_BYTES, plane_digests
+from headwater.layout.frame import header_bytes, vouched
 from headwater.layout.headers import copies, vouched_all
 from headwater.metrics import Metrics
-from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Store, portions
+from headwater.storage.arriving import ArrivingPages, FrameCut, copy_frame
+from headwater.storage.bad_pages import BadPages
+from headwater.storage.base import SYSTEM_CLOCK, Addressable, Borrow, Clock, Deadline, Piecewise, Store, portions
 
 
 class Loan(NamedTuple):
@@ -59,19 +62,19 @@ class VerifiedStore(Store):
         self._plane_bytes = tuple(plane_bytes)
         self._header_bytes = header_bytes(len(self._plane_bytes))
         self._frame_bytes = self._header_bytes + sum(self._plane_bytes)
+        self._cut = FrameCut(self._header_bytes, self._plane_bytes)
         self._clock = clock
-        self._max_bad = max_bad
-        self._num_bad = 0
+        self._bad = BadPages(store, max_bad=max_bad, metrics=self.metrics)
         self._closed = False
 
     @property
     def switched_off(self) -> bool:
         """Whether so many pages were bad that none is read any more."""
-        return self._num_bad >= self._max_bad
+        return self._bad.too_many
 
     def switch_on(self) -> None:
         """Read again."""
-        self._num_bad = 0
+        self._bad.forget()
 
     @property
     def frame_bytes(self) -> int:
@@ -111,12 +114,12 @@ class VerifiedStore(Store):
         self._require_open()
         if self.switched_off:
             return [Status.FAILED] * len(pages)
-        for _, buffer in pages:
-            if len(buffer) != self.frame_bytes:
-                raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
+        self._require_frames(pages)
         in_place = self._store.addressable() if use else None
         if in_place is not None:
             results = self._get_in_place(in_place, pages, deadline)
+        elif (piecewise := self._store.piecewise()) is not None:
+            results = self._get_piecewise(piecewise, pages, deadline, use=use)
         elif use and self._store.portion_bytes and min(self._plane_bytes) > ALONE_BYTES:
             results = self._get_beside(pages, deadline)
         else:
@@ -132,9 +135,60 @@ class VerifiedStore(Store):
         self._learn(pages, results, deadline)
         return results
 
+    def fetch(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        *,
+        deadline: Deadline,
+        judged: Callable[[Sequence[Status]], None] | None = None,
+    ) -> list[npt.NDArray[np.uint64] | Status]:
+        """Copy frames into buffers and check their headers: what the digests of their planes must be, or what is wrong.
+
+        For who digests the bytes where they are used, and tells `settle_fetched`; until then they are not to be named.
+        `judged` as in `get_into`.
+        """
+        self._require_open()
+        if self.switched_off:
+            return [Status.FAILED] * len(pages)
+        self._require_frames(pages)
+        got = self._store.get_into(pages, deadline=deadline)
+        found = self._vouched_all(pages, got)
+        results = [one if isinstance(one, Status) else Status.HIT for one in found]
+        if judged is not None:
+            judged(results)
+        bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in BAD_PAGE]
+        if bad:
+            self._bad.throw_out(bad, deadline)
+        return found
+
+    def settle_fetched(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        num_good: int,
+        *,
+        deadline: Deadline,
+        judged: Callable[[Status], None] | None = None,
+    ) -> Status:
+        """What the first page is whose digests were wrong, after the first `num_good` of those that were fetched.
+
+        HIT: nothing is wrong with it, here; it was spoilt on its way to where it was digested, or all were good.
+        Otherwise it is thrown out; `judged` hears it before.
+        """
+        if num_good:
+            self._bad.forget()
+        if num_good == len(pages):
+            return Status.HIT
+        name, frame = pages[num_good]
+        status = self._judge(name, frame)
+        if status is not Status.HIT:
+            if judged is not None:
+                judged(status)
+            self._bad.throw_out([(name, status)], deadline)
+        return status
+
     def refuse(self, name: PageName, *, deadline: Deadline) -> None:
         """Throw out a page that was read and verified, and is still not what its reader must get (rule 8)."""
-        self._throw_out([(name, Status.FOREIGN)], deadline)
+        self._bad.throw_out([(name, Status.FOREIGN)], deadline)
 
     def lend(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Loan | Status]:
         """Pages to be copied straight out of the store, up to the first that is not there or whose header is bad.
@@ -160,7 +214,7 @@ class VerifiedStore(Store):
                 break
         last = found[-1] if found else None
         if isinstance(last, Status) and last in BAD_PAGE:
-            self._throw_out([(names[len(found) - 1], last)], deadline)
+            self._bad.throw_out([(names[len(found) - 1], last)], deadline)
         return found + [Status.MISS] * (len(names) - len(found))
 
     def settle(self, loans: Sequence[Loan], num_good: int, *, deadline: Deadline) -> list[Status]:
@@ -169,11 +223,11 @@ class VerifiedStore(Store):
         The next one, if there is one, was wrong: it is thrown out, unless its slot was given to another page meanwhile.
         """
         if num_good:
-            self._num_bad = 0
+            self._bad.forget()
         results = [Status.HIT] * num_good + [Status.MISS] * (len(loans) - num_good)
         if num_good < len(loans) and self._addressable().still_valid(loans[num_good].borrow):
             results[num_good] = Status.CORRUPT
-            self._throw_out([(loans[num_good].borrow.name, Status.CORRUPT)], deadline)
+            self._bad.throw_out([(loans[num_good].borrow.name, Status.CORRUPT)], deadline)
         return results
 
     def _addressable(self) -> Addressable:
@@ -190,24 +244,23 @@ class VerifiedStore(Store):
             if not isinstance(one, Borrow) or len(one.view) != size:
                 break
             first.append(one)
-        if not first:
+        views = [one.view for one in first]
+        return self._look_at_headers(views, [one.name for one in first])
+
+    def _look_at_headers(
+        self, frames: Sequence[memoryview], names: Sequence[PageName]
+    ) -> tuple[npt.NDArray[np.uint64], list[bool]]:
+        """What copies of headers vouch for, and of which pages that is sure; of the others, ask `_vouched`."""
+        if not frames:
             return np.empty((0, 0), np.uint64), []
-        return vouched_all(
-            copies([one.view for one in first], self._header_bytes),
-            [one.name for one in first],
-            now_ms=self._now_ms(),
-            identity=self._identity,
-            plane_bytes=self._plane_bytes,
-        )
+        headers, now_ms = copies(frames, self._header_bytes), self._now_ms()
+        return vouched_all(headers, names, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
 
     def _look_at(self, borrow: Borrow) -> Loan | Status:
         """Check a page's header, in a private copy."""
         if len(borrow.view) != self.frame_bytes:
             return Status.SHORT
-        header = memoryview(bytes(borrow.view[: self._header_bytes]))
-        found = vouched(
-            header, borrow.name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes
-        )
+        found = self._vouched(borrow.name, memoryview(bytes(borrow.view[: self._header_bytes])))
         return found if isinstance(found, Status) else Loan(borrow, found)
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
@@ -228,6 +281,11 @@ class VerifiedStore(Store):
         if self._closed:
             raise ResourceClosed("the store is closed")
 
+    def _require_frames(self, pages: Sequence[tuple[PageName, memoryview]]) -> None:
+        for _, buffer in pages:
+            if len(buffer) != self.frame_bytes:
+                raise InvalidInput(f"a page of this layout has a frame of {self.frame_bytes} bytes, not {len(buffer)}")
+
     def _judge_all(
         self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status], *, yields: bool = False
     ) -> list[Status]:
@@ -243,10 +301,24 @@ class VerifiedStore(Store):
     ) -> None:
         """Throw out what is bad, and remember how it goes."""
         if Status.HIT in results:
-            self._num_bad = 0
+            self._bad.forget()
         bad = [(name, status) for (name, _), status in zip(pages, results, strict=True) if status in BAD_PAGE]
         if bad:
-            self._throw_out(bad, deadline)
+            self._bad.throw_out(bad, deadline)
+
+    def _get_piecewise(
+        self, store: Piecewise, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool
+    ) -> list[Status]:
+        """Each thread of the store's digests what it has just read."""
+        arriving = ArrivingPages(self._cut, [frame for _, frame in pages])
+        got = store.read_pieces(pages, ends=self._cut.ends, arrived=arriving.digest_piece, use=use, deadline=deadline)
+        results: list[Status] = []
+        for digests, found in zip(arriving.digests, self._vouched_all(pages, got), strict=True):
+            if isinstance(found, Status):
+                results.append(found)
+            else:
+                results.append(Status.HIT if digests == found.tolist() else Status.CORRUPT)
+        return results
 
     def _get_beside(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
         """Verify each portion, in a thread that lasts as long as this call, while the store fetches the next one."""
@@ -265,13 +337,32 @@ class VerifiedStore(Store):
 
     def _judge(self, name: PageName, frame: memoryview) -> Status:
         """As `frame.verify` does, without making anything of what is only compared."""
-        start = self._header_bytes
-        now_ms = self._now_ms()
-        found = vouched(frame[:start], name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes)
+        found = self._vouched(name, frame)
         if isinstance(found, Status):
             return found
-        right = plane_digests(frame[start:], self._plane_bytes) == found.tolist()
+        right = plane_digests(frame[self._header_bytes :], self._plane_bytes) == found.tolist()
         return Status.HIT if right else Status.CORRUPT
+
+    def _vouched_all(
+        self, pages: Sequence[tuple[PageName, memoryview]], got: Sequence[Status]
+    ) -> list[npt.NDArray[np.uint64] | Status]:
+        """`_vouched` of those pages that the store gave, and why it did not give the others."""
+        there = [page for page, status in zip(pages, got, strict=True) if status is Status.HIT]
+        digests, is_right = self._look_at_headers([frame for _, frame in there], [name for name, _ in there])
+        seen = iter(zip(there, digests, is_right, strict=True))
+        found: list[npt.NDArray[np.uint64] | Status] = []
+        for status in got:
+            if status is not Status.HIT:
+                found.append(_a_miss(status))
+                continue
+            (name, frame), right, sure = next(seen)
+            found.append(right if sure else self._vouched(name, frame))
+        return found
+
+    def _vouched(self, name: PageName, frame: memoryview) -> npt.NDArray[np.uint64] | Status:
+        """What a frame's header says of its planes, if it is the page wanted."""
+        header = frame[: self._header_bytes]
+        return vouched(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
 
     def _get_in_place(
         self, store: Addressable, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline
@@ -284,42 +375,13 @@ class VerifiedStore(Store):
             elif deadline.expired:
                 results.append(Status.LATE)
             else:
-                status = self._copy(name, borrow, buffer)
+                now_ms, source = self._now_ms(), borrow.view
+                status = copy_frame(
+                    source, buffer, name, now_ms=now_ms, identity=self._identity, plane_bytes=self._plane_bytes
+                )
                 # A fault in a page that was replaced while we copied is a lost race, not damage.
                 results.append(status if store.still_valid(borrow) else Status.MISS)
         return results
-
-    def _copy(self, name: PageName, borrow: Borrow, buffer: memoryview) -> Status:
-        source = borrow.view
-        if len(source) != len(buffer):
-            return Status.SHORT
-        start = self._header_bytes
-        buffer[:start] = source[:start]
-        header = parse(buffer[:start])
-        if isinstance(header, Status):
-            return header
-        fault = expect(header, name, now_ms=self._now_ms(), identity=self._identity, plane_bytes=self._plane_bytes)
-        if fault is not None:
-            return fault
-        copy = buffer[start:]
-        if copy_digests(source[start:], copy, header.plane_bytes, private=copy) != list(header.digests):
-            return Status.CORRUPT
-        return Status.HIT
-
-    def _throw_out(self, bad: Sequence[tuple[PageName, Status]], deadline: Deadline) -> None:
-        for name, status in bad:
-            self.metrics.count("bad_pages_total", fault=status.value)
-            self.metrics.event("bad_page", fault=status.value, name=name.hex())
-        was_on = not self.switched_off
-        self._num_bad += sum(status is not Status.STALE for _, status in bad)  # expiry is no sign of trouble
-        if was_on and self.switched_off:
-            self.metrics.event("tier_switched_off", reason=f"{self._num_bad} bad pages and no good one")
-        # A page of an unknown version may be a newer process's good one: a miss here, but not ours to remove.
-        doomed = [name for name, status in bad if status is not Status.UNKNOWN_VERSION]
-        removed = self._store.delete(doomed, deadline=deadline) if doomed else []
-        kept = sum(status in (Status.LATE, Status.FAILED) for status in removed)
-        if kept:
-            self.metrics.count("bad_pages_kept_total", kept)
 
     def _now_ms(self) -> int:
         return int(self._clock.time() * 1000)

@@ -14,20 +14,22 @@ from headwater.storage.base import (
     Damageable,
     Deadline,
     Listing,
+    Piecewise,
     Registering,
     Store,
     StoreFill,
 )
 
 _CALLS: Final = frozenset({"put", "get_into", "contains", "delete"})
-_WAYS: Final = frozenset({"addressable", "cached_names"})
+_WAYS: Final = frozenset({"addressable", "cached_names", "piecewise"})
 
 
 class WrapperStore(Store):
     """Passes everything on, and with it all that the store inside can do besides.
 
-    A subclass that changes a call must say what becomes of the ways past it, in place and from memory: it overrides
-    `addressable` and `cached_names`, or is an OpaqueStore. One that does not is refused where it is defined.
+    A subclass that changes a call must say what becomes of the ways past it, in place, in pieces and from memory: it
+    overrides `addressable`, `piecewise` and `cached_names`, or is an OpaqueStore. One that does not is refused where it
+    is defined.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,6 +61,10 @@ class WrapperStore(Store):
     def addressable(self) -> Addressable | None:
         """As of the store inside."""
         return self.store.addressable()
+
+    def piecewise(self) -> Piecewise | None:
+        """As of the store inside."""
+        return self.store.piecewise()
 
     def cached_names(self) -> CachedNames | None:
         """As of the store inside."""
@@ -106,6 +112,10 @@ class OpaqueStore(WrapperStore):
 
     def addressable(self) -> Addressable | None:
         """None: what is copied in place in the store inside does not come by here."""
+        return None
+
+    def piecewise(self) -> Piecewise | None:
+        """None: pages come by here, whole."""
         return None
 
     def cached_names(self) -> CachedNames | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from headwater.core.page import PageName
 from headwater.core.results import Status
 from headwater.layout.frame import PageMeta
-from headwater.storage.base import Addressable, Borrow, CachedNames, Deadline, Reservation, Store
+from headwater.storage.base import Addressable, Borrow, CachedNames, Deadline, Piecewise, Reservation, Store
 from headwater.storage.wrappers import OpaqueStore, WrapperStore
 
 
@@ -41,6 +41,10 @@ class DelayStore(WrapperStore):
         """The store inside, in place, and as late."""
         inner = self.store.addressable()
         return None if inner is None else _DelayedAddresses(inner, self._late)
+
+    def piecewise(self) -> Piecewise | None:
+        """None: pages come by here, whole, and as late."""
+        return None
 
     def cached_names(self) -> CachedNames | None:
         """None: nothing is known at once."""

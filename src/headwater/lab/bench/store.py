@@ -6,45 +6,42 @@ order; the order of the contenders alternates, so that noise meets all alike. Fi
 
 On disk a round begins with nothing of the file in the page cache, as in a store much larger than memory: write, sync,
 evict, read, read again. `disk_*` are the write with its sync and the first read, `cached_*` the write without its sync
-and the second read. What `contains` and a restart cost is taken afterwards, in a store of very many small pages.
+and the second read. What several readers bring (`readers.py`), and what `contains` and a restart cost in a store of
+very many small pages, is taken afterwards.
 """
 
-import hashlib
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from headwater.build import open_local
-from headwater.config.stores import LocalStoreConfig
+from headwater.config.stores import MOST_READERS, LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
-from headwater.core.page import PageName, page_name
-from headwater.core.results import Status
+from headwater.core.page import PageName
+from headwater.lab.bench import readers
 from headwater.lab.bench.contenders import (
-    CALL_S,
     FilePerBlock,
     Ours,
     PlainFile,
     SealThenPut,
     StoreContender,
     evict,
-    require,
     sync,
 )
-from headwater.lab.bench.pools import IDENTITY, Page, Pool, endless, memcpy_gbs, seal_all
+from headwater.lab.bench.pools import Page, Pool, endless, memcpy_gbs, seal_all
 from headwater.lab.bench.report import BenchReport, Samples, Tell
+from headwater.lab.bench.store_reopen import SMALL, reopen
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import opaque_layout
-from headwater.storage.base import Deadline
-from headwater.storage.local import LocalStore, directory
+from headwater.storage.local import directory
+from headwater.storage.readers import default_readers
 from headwater.storage.scratch import disk_root, limit_for, memory_root, num_slots
-from headwater.storage.verified import VerifiedStore
 
 BATCH_PAGES: Final = 16
 _NUM_PLANES: Final = 32  # one layer's key or value each, in a model of 16 layers
@@ -53,12 +50,6 @@ _MIN_ROUNDS: Final = 5
 _ROUND_BYTES: Final = 256 << 20
 _SPOT_CHECKS: Final = 8
 _COLD_SHARE: Final = 0.01  # of a file may stay in the page cache and we still call it cold
-
-_SMALL: Final = opaque_layout([4096], block_tokens=16)
-_SMALL_CHAIN: Final = 64
-_SMALL_BATCH: Final = 1024
-_KEYS_PER_CALL: Final = 2048
-_REOPEN_ROUNDS: Final = 4
 
 _IN_MEMORY: Final = ("", "put_", "files_")
 _SIDES: Final = {
@@ -105,11 +96,14 @@ class StoreOptions:
     pool_mib: int = 320
     entries: int = 100_000
     seconds: float = 40.0
+    readers: int | None = None  # None: as many as a store has by default
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
         if self.page_kib < 1 or self.entries < 1 or not 0 <= self.seconds <= 3600:
             raise InvalidConfig("--page-kib and --entries must be positive, --seconds from 0 to 3600")
+        if self.readers is not None and not 1 <= self.readers <= MOST_READERS:
+            raise InvalidConfig(f"--readers must be from 1 to {MOST_READERS}")
         for path in (self.directory, self.disk_directory):
             if path is not None and not path.is_dir():
                 raise InvalidConfig(f"{path} is not a directory")
@@ -123,7 +117,8 @@ def run(options: StoreOptions, *, tell: Tell | None = None) -> BenchReport:
     memory = options.directory or memory_root((4 * options.live_mib << 20) + (64 << 20))
     disk = options.disk_directory or disk_root()
     facts = _churn(options, memory, disk, samples, tell)
-    notes = _notes()
+    facts |= _readers(options, disk, samples, tell)
+    notes = _notes() | readers.notes()
     if facts["cold_resident_share"] > _COLD_SHARE:
         notes["not_cold"] = f"{disk} keeps its files in memory: disk_read is no figure of a disk"
     need_bytes = _small_limit_bytes(options.entries)
@@ -131,7 +126,7 @@ def run(options: StoreOptions, *, tell: Tell | None = None) -> BenchReport:
         notes["skipped"] = f"reopen and contains: {options.entries} pages need {need_bytes} bytes in {memory}"
     else:
         with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=memory) as path:
-            _reopen(Path(path), num_entries=options.entries, samples=samples, tell=tell)
+            reopen(Path(path), num_entries=options.entries, limit_bytes=need_bytes, samples=samples, tell=tell)
     results = samples.medians()
     results["memcpy_gbs"] = max(results["memcpy_numpy_gbs"], results["memcpy_memoryview_gbs"])
     for name in _IN_MEMORY:
@@ -146,6 +141,23 @@ def run(options: StoreOptions, *, tell: Tell | None = None) -> BenchReport:
         notes=notes,
         samples=samples.values,
     )
+
+
+def _readers(options: StoreOptions, disk: Path, samples: Samples, tell: Tell | None) -> dict[str, Any]:
+    """What several readers bring, in a quarter of the time."""
+    page_bytes = options.page_kib << 10
+    if tell is not None:
+        tell("reading with several threads", 0, 1)
+    with tempfile.TemporaryDirectory(prefix="headwater-bench-", dir=disk) as path:
+        return readers.measure_readers(
+            Path(path),
+            opaque_layout([page_bytes // _NUM_PLANES] * _NUM_PLANES, _BLOCK_TOKENS),
+            num_pages=max(BATCH_PAGES, (options.pool_mib << 20) // page_bytes),
+            num_readers=options.readers if options.readers is not None else default_readers(),
+            seconds=options.seconds / 4,
+            min_rounds=_MIN_ROUNDS,
+            samples=samples,
+        )
 
 
 # --- churn ------------------------------------------------------------------------------------------------------------
@@ -248,7 +260,9 @@ def _contenders(
     limit_bytes = limit_for(frame_bytes=source.frame_bytes, num_pages=live_pages)
     with ExitStack() as stack:
         stores = [
-            stack.enter_context(open_local(LocalStoreConfig(directory=path, limit_bytes=limit_bytes, prefault=True)))
+            stack.enter_context(
+                open_local(LocalStoreConfig(directory=path, limit_bytes=limit_bytes, prefault=True, readers=1))
+            )
             for path in (in_memory / "slab", in_memory / "put", on_disk / "slab", on_disk / "raw")
         ]
         fast, whole, slow, raw = stores
@@ -331,67 +345,5 @@ def _gbs(num_bytes: int, seconds: float) -> float:
     return num_bytes / seconds / 1e9
 
 
-# --- a store of very many small pages ---------------------------------------------------------------------------------
-
-
 def _small_limit_bytes(num_entries: int) -> int:
-    return limit_for(frame_bytes=frame_bytes(_SMALL.plane_bytes), num_pages=num_entries)
-
-
-def _reopen(path: Path, *, num_entries: int, samples: Samples, tell: Tell | None) -> None:
-    """Build the store in `path`, then open, ask and close it several times. Blocks for long."""
-    pool = Pool(_SMALL, _SMALL_BATCH)
-    begin_s = time.perf_counter()
-    with open_local(LocalStoreConfig(directory=path, limit_bytes=_small_limit_bytes(num_entries))) as store:
-        names = _build(store, pool, num_entries, tell)
-    samples.add("reopen_build_s", time.perf_counter() - begin_s)
-    rng = np.random.default_rng(0)
-    for done in range(_REOPEN_ROUNDS):
-        if tell is not None:
-            tell("reopening", done, _REOPEN_ROUNDS)
-        number = int(rng.integers(num_entries))
-        begin_s = time.perf_counter()
-        with open_local(LocalStoreConfig(directory=path)) as store:
-            verified = VerifiedStore(store, identity=IDENTITY, plane_bytes=_SMALL.plane_bytes)
-            answer = verified.get_into([(names[number], pool.frame(0))], deadline=Deadline.after(CALL_S))
-            # The first time after it was made is told apart: a median would hide what only that one costs.
-            samples.add("reopen_s" if done else "reopen_first_s", time.perf_counter() - begin_s)
-            require(answer, Status.HIT)
-            if pool.payload(0) != _small_payload(number):
-                raise StoreDamaged("a reopened store gave back wrong bytes")
-            if store.metrics.events("local_rebuilt"):
-                raise StoreError("the index was rebuilt where it should have been opened")
-            _contains(store, names, samples, rng)
-
-
-def _build(store: LocalStore, pool: Pool, num_entries: int, tell: Tell | None) -> list[PageName]:
-    metas = endless(_SMALL, seed=1, chain=_SMALL_CHAIN)
-    names: list[PageName] = []
-    while len(names) < num_entries:
-        pages: list[Page] = []
-        for place, meta in enumerate(islice(metas, min(pool.num_pages, num_entries - len(names)))):
-            pool.payload(place)[:] = _small_payload(len(names) + place)
-            pages.append((meta, pool.frame(place)))
-        seal_all(pages, _SMALL)
-        batch = [(meta.name, frame) for meta, frame in pages]
-        require(store.put(batch, deadline=Deadline.after(CALL_S)), Status.STORED)
-        names += [name for name, _ in batch]
-        if tell is not None:
-            tell(f"storing {num_entries:,} pages", len(names), num_entries)
-    return names
-
-
-def _contains(store: LocalStore, names: list[PageName], samples: Samples, rng: np.random.Generator) -> None:
-    known = [names[i] for i in rng.integers(0, len(names), _KEYS_PER_CALL).tolist()]
-    unknown = [page_name(hashlib.sha256(name).digest()) for name in known]
-    for what, asked, expected in (("contains", known, True), ("contains_miss", unknown, False)):
-        for _ in range(5):
-            begin_s = time.perf_counter()
-            answers = store.contains(asked, deadline=Deadline.after(CALL_S))
-            samples.add(f"{what}_us_per_key", (time.perf_counter() - begin_s) / len(asked) * 1e6)
-            if answers != [expected] * len(asked):
-                raise StoreError(f"{what} answered {answers.count(expected)} of {len(asked)} keys right")
-
-
-def _small_payload(number: int) -> bytes:
-    return number.to_bytes(8, "little") * (_SMALL.page_bytes // 8)
+    return limit_for(frame_bytes=frame_bytes(SMALL.plane_bytes), num_pages=num_entries)

@@ -19,6 +19,7 @@ from headwater.storage.local.allocator import Search
 from headwater.storage.local.attachment import Attachment, HeldSlots
 from headwater.storage.local.mirror import Slot
 from headwater.storage.local.store import LocalStore
+from headwater.storage.local.writing import publish_slots
 
 BATCH_PAGES: Final = 128  # in one transaction: no bytes are copied in it, so more than of pages that are put
 
@@ -40,6 +41,10 @@ class MappedStore(LocalStore, Addressable):
     def addressable(self) -> Self:
         """Itself."""
         return self
+
+    def piecewise(self) -> None:
+        """None: pages are copied where they lie, and one thread fills the memory bus that others need."""
+        return
 
     def memory(self) -> memoryview | None:
         """The slab's mapping. A view of it keeps it mapped, past close() and past a rebuild."""
@@ -93,7 +98,7 @@ class MappedStore(LocalStore, Addressable):
                     refused.add(i)
             at.give_back(unused, deadline)
             ready = [(slot, reservations[i].meta, len(reservations[i].view)) for i, slot in written]
-            for (i, _), status in zip(written, self._publish(at, ready, deadline), strict=True):
+            for (i, _), status in zip(written, publish_slots(at, ready, deadline), strict=True):
                 results[i] = status
 
         def work(at: Attachment, out: list[tuple[int, Slot]]) -> None:

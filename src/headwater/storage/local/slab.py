@@ -165,7 +165,7 @@ class Slab:
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(self.fd, [buffer[done:]], offset + done)
+                got = os.preadv(self.fd, [buffer[done:] if done else buffer], offset + done)
             except OSError:  # a bad sector is a miss
                 return False
             if got == 0:

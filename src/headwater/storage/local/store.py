@@ -3,8 +3,7 @@
 One file: a slab of slots (`slab.py`), an index of names in it (`table.py`, `catalog.py`), locks on it (`locks.py`), and
 an allocator that makes room within its fixed size (`allocator.py`).
 
-Order of a write: unpublish the victim, wipe, payload, header, publish. Order of a read: copy, then look whether the
-slot still holds what was copied. Reading takes no lock between processes: a lost race is a miss. Who is stopped while
+How pages are written is in `writing.py`, how they are read, by several threads, in `reading.py`. Who is stopped while
 it changes the index costs others their changes, until their deadlines.
 
 Damage found under way (a cut slab, one that was removed or replaced) turns the store off: calls answer FAILED or MISS
@@ -19,21 +18,22 @@ from headwater.config.stores import Durability, LocalStoreConfig
 from headwater.core.errors import ResourceClosed, StoreBusy, StoreError, StoreForked
 from headwater.core.page import PageName
 from headwater.core.results import Status
-from headwater.layout.frame import PREFIX_BYTES, Header, PageMeta, claims, parse
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, PagePath, Store, StoreFill
 from headwater.storage.local import descriptors, families
-from headwater.storage.local.allocator import Allocator, Search
+from headwater.storage.local.allocator import Allocator
 from headwater.storage.local.attach import attach
 from headwater.storage.local.attachment import Attachment, IndexLocked
 from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.mend import problems
-from headwater.storage.local.mirror import Slot
+from headwater.storage.local.reading import PageReading, Pieces
 from headwater.storage.local.removal import Removal
 from headwater.storage.local.slab import Progress
 from headwater.storage.local.slab_file import Remains
+from headwater.storage.local.writing import PageWriting
+from headwater.storage.readers import Readers, default_readers
 
-BATCH_PAGES: Final = 32  # slots taken in one transaction: bounds what a writer holds, and what a late one wasted
+_CLOSE_S: Final = 1.0  # that closing waits for who reads beside a call
 _CACHED_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
 
 T = TypeVar("T")
@@ -60,7 +60,9 @@ class LocalStore(Store):
         self._reviving = threading.Lock()
         self._closed = False
         self._process = descriptors.process()
+        self._is_synced = config.durability is Durability.POWER  # pages before their records, records before the answer
         self._allocator = Allocator(self.metrics, clock)
+        self._readers = Readers(config.readers if config.readers is not None else default_readers())
         self.down: StoreError | None = None
         self._remains: Remains | None = None  # of the slab that turned out to be damaged
         self._attachment: Attachment | None = self._attach(progress)
@@ -81,6 +83,10 @@ class LocalStore(Store):
         """Itself: the index is in memory."""
         return self
 
+    def piecewise(self) -> Self | None:
+        """Itself: several threads read from a disk. Where pages are mapped they are copied in place (`mapped.py`)."""
+        return self
+
     def damageable(self) -> Self:
         """Itself."""
         return self
@@ -92,104 +98,41 @@ class LocalStore(Store):
     def put(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Store sealed frames; what cannot be had in time or room is said per page."""
         results = [Status.FAILED] * len(pages)
-
-        def work(at: Attachment) -> None:
-            for start in range(0, len(pages), BATCH_PAGES):
-                if deadline.expired:
-                    results[start:] = [Status.LATE] * (len(pages) - start)
-                    return
-                batch: list[tuple[int, Header]] = []
-                for i, (name, frame) in enumerate(pages[start : start + BATCH_PAGES], start):
-                    header = parse(frame)
-                    if isinstance(header, Status) or header.meta.name != name or len(frame) != header.frame_bytes:
-                        results[i] = Status.REFUSED
-                    else:
-                        batch.append((i, header))
-                statuses = self._put_batch(at, [(pages[i][1], header) for i, header in batch], deadline)
-                for (i, _), status in zip(batch, statuses, strict=True):
-                    results[i] = status
-
-        self._run(work, None)
-        return results
-
-    def _put_batch(
-        self, at: Attachment, pages: Sequence[tuple[memoryview, Header]], deadline: Deadline
-    ) -> list[Status]:
-        if not pages:
-            return []
-        search = Search([(header.meta, header.frame_bytes) for _, header in pages])
-        written: list[tuple[int, Slot]] = []
-        with at.taking(search):
-            self._allocator.take(at, search, deadline)
-            results = [Status.LATE if isinstance(one, Slot) else one for one in search.results]
-            slots = [(i, one) for i, one in enumerate(search.results) if isinstance(one, Slot)]
-            try:
-                for i, slot in slots:
-                    if deadline.expired:
-                        break
-                    frame, header = pages[i]
-                    at.slab.write_frame(slot.offset, frame, header.header_bytes)
-                    written.append((i, slot))
-                self._sync(at, written)
-                headers = [pages[i][1] for i, _ in written]
-                ready = [(slot, one.meta, one.frame_bytes) for (_, slot), one in zip(written, headers, strict=True)]
-                statuses = self._publish(at, ready, deadline)
-                self._sync(at, written)
-            except BaseException:
-                at.give_back([slot for _, slot in slots], deadline)
-                raise
-            at.give_back([slot for _, slot in slots[len(written) :]], deadline)
-        for (i, _), status in zip(written, statuses, strict=True):
-            results[i] = status
+        writing = PageWriting(self._allocator, pages, results, deadline, synced=self._is_synced)
+        self._run(writing.run, None)
         return results
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out, as they are: the caller verifies."""
-        return self._get_all(pages, deadline, use=True)
+        return self._read(pages, deadline, use=True)
 
     def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         """Copy frames out. Who leaves next stays as it was."""
-        return self._get_all(pages, deadline, use=False)
+        return self._read(pages, deadline, use=False)
 
-    def _get_all(self, pages: Sequence[tuple[PageName, memoryview]], deadline: Deadline, *, use: bool) -> list[Status]:
+    def read_pieces(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        *,
+        ends: Sequence[int],
+        arrived: Callable[[int, int], None],
+        use: bool,
+        deadline: Deadline,
+    ) -> list[Status]:
+        """The same, and say of each piece that it is there."""
+        return self._read(pages, deadline, use=use, pieces=Pieces(ends, arrived))
+
+    def _read(
+        self,
+        pages: Sequence[tuple[PageName, memoryview]],
+        deadline: Deadline,
+        *,
+        use: bool,
+        pieces: Pieces | None = None,
+    ) -> list[Status]:
         results = [Status.FAILED] * len(pages)
-
-        def work(at: Attachment) -> None:
-            if not all(at.catalog.mirror.has_all([name for name, _ in pages])):
-                at.refresh(deadline)
-            places = at.catalog.mirror.places
-            for i, (name, buffer) in enumerate(pages):
-                results[i] = self._get(at, name, buffer, deadline)
-                if use and results[i] is Status.HIT and (place := places.get(name)) is not None:
-                    at.catalog.recency.touch([place])
-            at.flush_touches()
-
-        self._run(work, None)
+        self._run(lambda at: PageReading(at, pages, results, deadline, pieces).run(self._readers, use=use), None)
         return results
-
-    def _sync(self, at: Attachment, written: Sequence[object]) -> None:
-        """Pages before their records, records before the answer: where the store is to survive a power cut."""
-        if written and self.config.durability is Durability.POWER:
-            at.slab.sync()
-
-    def _get(self, at: Attachment, name: PageName, buffer: memoryview, deadline: Deadline) -> Status:
-        for _ in range(2):  # once more if another process moved the page under us
-            place = at.catalog.mirror.places.get(name)
-            if place is None:
-                return Status.MISS
-            if deadline.expired:
-                return Status.LATE
-            if len(buffer) != place.num_bytes:
-                return Status.SHORT
-            if not at.slab.read_into(place.offset, buffer):
-                return Status.SHORT
-            if claims(buffer, name) and at.slab.starts_with(place.offset, buffer[:PREFIX_BYTES]):
-                return Status.HIT
-            if at.catalog.follower.stands_by(place):
-                return Status.HIT  # the index stands by it: what is wrong with the bytes, their verifier will say
-            if not at.refresh(deadline):
-                return Status.LATE
-        return Status.MISS
 
     def contains(self, names: Sequence[PageName], *, deadline: Deadline) -> list[bool]:
         """Which pages seem to be there: one look at what is new in the index, then memory."""
@@ -226,7 +169,8 @@ class LocalStore(Store):
             except IndexLocked:
                 pass
             if removal.begun:
-                self._sync(at, names)
+                if self._is_synced:
+                    at.slab.sync()
                 results[:] = removal.results()
 
         self._run(work, None)
@@ -245,6 +189,7 @@ class LocalStore(Store):
             self._closed = True
             at, self._attachment = self._attachment, None
             self._forget_remains()
+        self._readers.close(_CLOSE_S)
         if at is not None:
             at.retire()
 
@@ -323,27 +268,6 @@ class LocalStore(Store):
     def fill(self) -> StoreFill | None:
         """Slots that are taken, as this process last saw the index; None while the store is down."""
         return self._run(lambda at: StoreFill(at.catalog.mirror.used_bytes(), at.slab.header.limit_bytes), None)
-
-    # --- slots --------------------------------------------------------------------------------------------------------
-
-    def _publish(
-        self, at: Attachment, written: Sequence[tuple[Slot, PageMeta, int]], deadline: Deadline
-    ) -> list[Status]:
-        """Make written frames visible; slots of those that are not to be seen are wiped and given back."""
-        if not written:
-            return []
-
-        def publish() -> list[Status]:
-            statuses = at.catalog.publish(written, at.owner)
-            unseen = [one[0] for one, status in zip(written, statuses, strict=True) if status is not Status.STORED]
-            at.catalog.give_back(unseen, at.owner)
-            return statuses
-
-        try:
-            return at.transact(publish, deadline)
-        except IndexLocked:
-            at.give_back([slot for slot, _, _ in written], deadline)
-            return [Status.LATE] * len(written)
 
     # --- coming and going ---------------------------------------------------------------------------------------------
 

@@ -6,33 +6,35 @@ pages for that are to be had at once. Before each copy from or to device slots i
 deadline it begins no copy and no call of a store. It ends nothing itself: it returns a result per block, or raises, and
 the worker tells.
 
-Rules kept here: pages are given back only when the call that was given them has returned (3); what is scattered was
-verified in the page it is scattered from (4); a store's answers are believed only if they are one status per page.
-A job of several slices that loses its store in the middle keeps what it has: the rest is "failed".
-Not here: threads, queues, deadlines that pass while a call hangs (`worker.py`).
+Rules kept here: pages are given back only when the call that was given them has returned (3); what is copied from store
+to store was verified in the page between (4); a store's answers are believed only if they are one status per page.
+A job of several slices that loses its store in the middle keeps what it has: the rest is "failed". A demotion, which
+nobody waits for, has few bytes in hand and lets loads go first.
+Not here: loads (`loads.py`), threads, queues, deadlines that pass while a call hangs (`worker.py`).
 """
 
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
 from headwater.core.page import PageName
-from headwater.core.results import BAD_PAGE, PUT_ANSWERS, Reason, Status
+from headwater.core.results import PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import PageMeta
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.in_place import InPlaceJobs
 from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.loads import PagedLoads
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.pieces import JobPages, RowPiece
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.tier import Naming, TierStore
+from headwater.transfer.executor.tier import Item, Naming, TierStore
 from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 
 log: Final = logging.getLogger("headwater")
 
-Item: TypeAlias = tuple[PageName, memoryview]
+DEMOTE_BYTES: Final = 32 << 20  # that one demotion has in its hands, or is writing, at most
+STAND_BACK_S: Final = 0.05  # that a slice of it waits for loads from the store that it writes to
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
@@ -83,11 +86,15 @@ class JobRunner:
         self._ledger = ledger
         self._naming = naming
         self._frame_bytes = naming.frame_bytes
+        self._demote_pages = max(1, DEMOTE_BYTES // naming.frame_bytes)
         self._overlaps = overlaps
         self._grace_s = grace_s
         self._clock = clock
         self._throttle = throttle
         self._metrics = metrics
+        self._paged = PagedLoads(
+            tiers, staging, self._pages, ledger, naming=naming, overlaps=overlaps, moved=self._moved
+        )
         self._in_place = InPlaceJobs(
             tiers,
             staging,
@@ -136,63 +143,7 @@ class JobRunner:
         names = self._naming.names(order.keys)
         if not order.valid_tokens and self._in_place.reaches(order.store):
             return self._in_place.load(job, order, names)
-        results: list[Status] = [Status.LATE] * len(names)
-        piece = self._ask(job, order, names, results, 0)
-        ahead: RowPiece[list[Status]] | None = None
-        try:
-            while piece is not None:
-                got = piece.wait()
-                num_hits = _leading_hits(got)
-                if self._overlaps and num_hits == len(got):
-                    ahead = self._ask(job, order, names, results, piece.end, beside=True)
-                if num_hits:
-                    with self._ledger.copying(job) as may_copy:
-                        if not may_copy:
-                            break
-                        slots = order.slots[piece.start : piece.start + num_hits]
-                        self._staging.scatter(piece.pages[:num_hits], slots)
-                done = piece.start + num_hits
-                results[piece.start : done] = [Status.HIT] * num_hits
-                job.num_bytes += self._moved(order.store, "out", num_hits)
-                if num_hits < len(got):
-                    results[done] = got[num_hits]
-                    return fill(results, done + 1, Status.MISS)
-                self._pages.settle(job, piece)
-                piece, ahead = ahead, None
-                if piece is None:
-                    piece = self._ask(job, order, names, results, done)
-        except StoreTrouble:
-            if Status.HIT not in results:
-                raise
-            return fill(results, results.index(Status.LATE), Status.FAILED)
-        finally:
-            self._pages.settle(job, piece, ahead)
-        return results
-
-    def _ask(
-        self,
-        job: JobState,
-        order: Load,
-        names: Sequence[PageName],
-        results: list[Status],
-        start: int,
-        *,
-        beside: bool = False,
-    ) -> "RowPiece[list[Status]] | None":
-        """The blocks from `start` on, as many as there are pages for. None: there are none, or no time is left.
-
-        With `beside` they are on their way when this returns, and nobody waited for a page.
-        """
-        pages = self._pages.take(job, len(names) - start, wait=not beside)
-        if not pages:
-            return None
-        items = self._items(names[start:], pages)
-
-        def judged(got: Sequence[Status]) -> None:  # the row ends with a bad page, and all before it is in its slots
-            if got[0] in BAD_PAGE and results.count(Status.HIT) == start:
-                job.judged = (*results[:start], got[0], *(Status.MISS,) * (len(names) - start - 1))
-
-        return RowPiece(start, pages, lambda: self._read(job, order, items, judged), beside=beside)
+        return self._paged.load(job, order, names)
 
     def _save(self, job: JobState, order: Save) -> list[Status]:
         if not order.awaited:
@@ -275,7 +226,7 @@ class JobRunner:
         Through pages of our own: each is checked there, generation and digests, before the target sees it. A slot that
         is evicted and written anew while it is read ends as a miss, and no torn frame takes a name (rule 4).
         """
-        names, target = self._naming.names(order.keys), self._tiers[order.target]
+        names, source, target = self._naming.names(order.keys), self._tiers[order.store], self._tiers[order.target]
         demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
         there = target.contains(names, job.deadline) if demoting else [False] * len(names)
         results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
@@ -284,12 +235,14 @@ class JobRunner:
         while done < len(todo):
             if demoting:
                 self._throttle.wait()
-            with self._pages.slice_of(job, len(todo) - done) as pages:
+                self._ledger.await_loads(order.target, STAND_BACK_S)
+            most = self._demote_pages if demoting else len(todo)
+            with self._pages.slice_of(job, min(most, len(todo) - done)) as pages:
                 if not pages:
                     break
                 items = self._items([names[i] for i in todo[done : done + len(pages)]], pages)
                 try:
-                    got = self._read_source(job, items) if demoting else self._read(job, order, items)
+                    got = self._read_source(job, items) if demoting else source.read(items, job.deadline)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
                         break
@@ -320,25 +273,6 @@ class JobRunner:
         return [(name, self._staging.frame(page)) for name, page in zip(names, pages, strict=False)]
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
-
-    def _read(
-        self,
-        job: JobState,
-        order: Load | StoreCopy,
-        items: list[Item],
-        judged: Callable[[Sequence[Status]], None] | None = None,
-    ) -> list[Status]:
-        """Pages, verified. `judged` hears what was found before bad pages are removed."""
-        tier = self._tiers[order.store]
-        got = tier.read(items, job.deadline, judged)
-        if isinstance(order, Load) and order.valid_tokens and got == [Status.HIT]:
-            ((name, frame),) = items
-            if not self._naming.is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
-                got = [Status.FOREIGN]
-                if judged is not None:
-                    judged(got)
-                call(order.store, lambda: tier.reader.refuse(name, deadline=job.deadline))
-        return got
 
     def _read_source(self, job: JobState, items: list[Item]) -> list[Status]:
         """What the source of a Demote gives. That counts as no use: nobody asked for the blocks.

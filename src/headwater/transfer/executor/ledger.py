@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Save
+from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Load, Save
 from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
@@ -146,6 +146,15 @@ class Ledger:
         """Whether a Demote is in a call of this store that does not return."""
         with self.lock:
             return any(one.at_source and one.order.store == source for one in self.stuck)
+
+    def await_loads(self, store: str, most_s: float) -> None:
+        """Wait while somebody waits for blocks of this store, so that a write is not in their way. `most_s` at most."""
+
+        def is_read() -> bool:
+            return any(isinstance(one.order, Load) and one.order.store == store for one in self.live.values())
+
+        with self.changed:
+            self.changed.wait_for(lambda: not is_read(), most_s)
 
     @contextlib.contextmanager
     def copying(self, job: JobState) -> Iterator[bool]:

@@ -85,7 +85,8 @@ class Rows:
     ) -> Reached:
         """Read a row of blocks into device slots, verified. Blocks, by the deadlines; raises InvalidInput only.
 
-        Slots behind the result are as they were, but for one slice's where the device failed or the store hung.
+        Slots behind the result are as they were, but for one slice's where the device failed, the store hung or a page
+        was bad.
         """
         order = Load(job=0, store=self.store, keys=tuple(keys), deadline_s=self._until_s(timeout_s), slots=tuple(slots))
         return self._run("read", SlicedRow(order, self._config, self._caller.number, depth=depth), depth, stopped)

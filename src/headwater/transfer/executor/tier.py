@@ -5,7 +5,10 @@ No threads, no decisions: whether a store is used is decided in `worker.py` and 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from headwater.core.errors import InvalidInput
 from headwater.core.events import Save
@@ -19,6 +22,8 @@ from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline, Store
 from headwater.storage.verified import VerifiedStore
 from headwater.transfer.executor.trouble import call, require
+
+Item: TypeAlias = tuple[PageName, memoryview]  # a page, and a buffer of a frame's size
 
 BAD_PAGES: Final = "nothing but bad pages came from it"  # why a store was switched off that is not damaged
 
@@ -117,7 +122,7 @@ class TierStore:
 
     def read(
         self,
-        items: Sequence[tuple[PageName, memoryview]],
+        items: Sequence[Item],
         deadline: Deadline,
         judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
@@ -126,13 +131,21 @@ class TierStore:
         require(self.name, got, len(items), GET_ANSWERS)
         return got
 
-    def peek(self, items: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
+    def fetch(
+        self, items: Sequence[Item], deadline: Deadline, judged: Callable[[Sequence[Status]], None] | None = None
+    ) -> "list[npt.NDArray[np.uint64] | Status]":
+        """Pages with their headers verified, and what the digests of their planes must be. Blocks."""
+        found = call(self.name, lambda: list(self.reader.fetch(items, deadline=deadline, judged=judged)))
+        require(self.name, found, len(items), GET_ANSWERS, np.ndarray)
+        return found
+
+    def peek(self, items: Sequence[Item], deadline: Deadline) -> list[Status]:
         """The same, and counts as no use. Blocks."""
         got = call(self.name, lambda: list(self.reader.peek_into(items, deadline=deadline)))
         require(self.name, got, len(items), GET_ANSWERS)
         return got
 
-    def put(self, items: Sequence[tuple[PageName, memoryview]], deadline: Deadline) -> list[Status]:
+    def put(self, items: Sequence[Item], deadline: Deadline) -> list[Status]:
         """Sealed frames. Blocks."""
         if not items:
             return []
@@ -141,6 +154,11 @@ class TierStore:
         return statuses
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether several threads read: then the next slice of a load is read while one is copied."""
+        return self.store.piecewise() is not None
 
     @property
     def trouble(self) -> str | None:
