@@ -42,18 +42,18 @@ _SLOT_BYTES: Final = 256 << 20  # but at least
 _LEAST_SLOTS: Final = 2
 _MATCH_S: Final = 1.0
 _CLOSE_S: Final = 5.0
-_NO_MEMORY: Final = "there is no memory for pages"
+_NO_MEMORY: Final = "there is no memory for pages, or the cache was closed"
 _TOO_LONG: Final = "it took too long"
 
 
-class Moved(NamedTuple):
+class BlocksMoved(NamedTuple):
     """How many blocks were moved, and in words why not more; empty: all that were asked for."""
 
     num_blocks: int
     why: str
 
 
-class _Run(NamedTuple):
+class _Passage(NamedTuple):
     """Slots, and the way between them and the store."""
 
     stack: ExitStack
@@ -73,18 +73,19 @@ class CacheBlocks:
         self._identity = identity
         self._device = device
         self._metrics = metrics
-        self._run: _Run | None = self._open()
+        self._closed = False
+        self._run: _Passage | None = self._open()
 
     @property
     def num_slots(self) -> int:
         """Blocks in one run."""
         return max(_LEAST_SLOTS, min(_SLOTS, _SLOT_BYTES // self.layout.page_bytes))
 
-    def load(self, tokens: Ids, num_blocks: int, cache: Any, *, timeout_s: float) -> Moved:
+    def load(self, tokens: Ids, num_blocks: int, cache: Any, *, timeout_s: float) -> BlocksMoved:
         """Fill an empty cache with the first blocks of `tokens`, as many as there are, at most `num_blocks`. Blocks."""
         run = self._ready()
         if run is None or not num_blocks:
-            return Moved(0, _NO_MEMORY if run is None else "")
+            return BlocksMoved(0, _NO_MEMORY if run is None else "")
         until_s = time.monotonic() + timeout_s
         path = tokens[: num_blocks * self.layout.block_tokens]
         matched = self._match(run, path, timeout_s)
@@ -106,7 +107,7 @@ class CacheBlocks:
             end = done * self.layout.block_tokens
             for layer, keys, values in zip(cache.layers, states[::2], states[1::2], strict=True):
                 layer.update(keys[:, :, :end], values[:, :, :end])
-        return Moved(done, why)
+        return BlocksMoved(done, why)
 
     def holds(self, tokens: Ids, num_blocks: int) -> bool:
         """Whether the store seems to have the first blocks of `tokens`, all of them. Blocks, a second at most."""
@@ -114,29 +115,29 @@ class CacheBlocks:
         path = tokens[: num_blocks * self.layout.block_tokens]
         return run is not None and self._match(run, path, _MATCH_S).num_blocks == num_blocks
 
-    def save(self, tokens: Ids, num_blocks: int, cache: Any, *, timeout_s: float) -> Moved:
+    def save(self, tokens: Ids, num_blocks: int, cache: Any, *, timeout_s: float) -> BlocksMoved:
         """Write the first blocks of a cache, of `tokens`, those that are not there yet. Blocks. Counts new ones."""
         run = self._ready()
         if run is None or not num_blocks:
-            return Moved(0, _NO_MEMORY if run is None else "")
+            return BlocksMoved(0, _NO_MEMORY if run is None else "")
         until_s = time.monotonic() + timeout_s
         path = tokens[: num_blocks * self.layout.block_tokens]
         matched = self._match(run, path, timeout_s)
         if matched.why not in (Why.WHOLE, Why.INCOMPLETE):
-            return Moved(0, _said(matched, ""))
+            return BlocksMoved(0, _said(matched, ""))
         states, done = _states(cache), matched.num_blocks
         while done < num_blocks:
             rows = range(done, min(done + self.num_slots, num_blocks))
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                return Moved(done - matched.num_blocks, _TOO_LONG)
+                return BlocksMoved(done - matched.num_blocks, _TOO_LONG)
             reached = self._write(run, states, path, rows, left_s)
             done += reached.num_blocks
             if reached.num_blocks < len(rows):
-                return Moved(done - matched.num_blocks, _said(reached, "the store did not take it"))
-        return Moved(done - matched.num_blocks, "")
+                return BlocksMoved(done - matched.num_blocks, _said(reached, "the store did not take it"))
+        return BlocksMoved(done - matched.num_blocks, "")
 
-    def _empty(self, run: _Run, num_blocks: int) -> list[torch.Tensor]:
+    def _empty(self, run: _Passage, num_blocks: int) -> list[torch.Tensor]:
         """Room for blocks in a row, as transformers has them: [1, heads, tokens, dim] for each plane."""
         size = num_blocks * self.layout.block_tokens
         return [
@@ -146,6 +147,7 @@ class CacheBlocks:
 
     def close(self) -> None:
         """End all jobs, give the memory up. Idempotent. Blocks for seconds where a store's call does not return."""
+        self._closed = True
         run, self._run = self._run, None
         if run is not None:
             run.attention.close(_CLOSE_S)
@@ -153,7 +155,7 @@ class CacheBlocks:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> _Run:
+    def _open(self) -> _Passage:
         with ExitStack() as stack:
             slots = stack.enter_context(create_kv_cache(self.layout, self.num_slots, self._device))
             staging = open_staging(slots, {"store": self._store}, stack, metrics=self._metrics)
@@ -164,11 +166,11 @@ class CacheBlocks:
                 self._store, staging, identity=self._identity, layout=self.layout, config=config, metrics=self._metrics
             )
             stack.callback(attention.close, _CLOSE_S)
-            return _Run(stack.pop_all(), slots, attention)
+            return _Passage(stack.pop_all(), slots, attention)
 
-    def _ready(self) -> _Run | None:
-        """What moves blocks; made anew where the last call was interrupted. None: it cannot be had now."""
-        if self._run is None:
+    def _ready(self) -> _Passage | None:
+        """What moves blocks; made anew where the last call was interrupted. None: it cannot be had."""
+        if self._run is None and not self._closed:
             try:
                 self._run = self._open()
             except (HeadwaterError, torch.OutOfMemoryError) as error:
@@ -176,7 +178,7 @@ class CacheBlocks:
         return self._run
 
     @contextmanager
-    def _given_up_if_interrupted(self, run: _Run) -> Iterator[None]:
+    def _given_up_if_interrupted(self, run: _Passage) -> Iterator[None]:
         """Around a call: its job goes on after Ctrl-C, and may read or write its slots."""
         try:
             yield
@@ -186,11 +188,11 @@ class CacheBlocks:
             run.stack.close()
             raise
 
-    def _match(self, run: _Run, path: Ids, timeout_s: float) -> Reached:
+    def _match(self, run: _Passage, path: Ids, timeout_s: float) -> Reached:
         with self._given_up_if_interrupted(run):
             return run.attention.match(path, timeout_s=min(_MATCH_S, timeout_s))
 
-    def _read(self, run: _Run, states: list[torch.Tensor], path: Ids, rows: range, timeout_s: float) -> Reached:
+    def _read(self, run: _Passage, states: list[torch.Tensor], path: Ids, rows: range, timeout_s: float) -> Reached:
         """Read blocks into slots, and copy those that came to their places."""
         path = path[: rows.stop * self.layout.block_tokens]
         with self._given_up_if_interrupted(run):
@@ -200,7 +202,7 @@ class CacheBlocks:
             self._settle()
         return reached
 
-    def _write(self, run: _Run, states: list[torch.Tensor], path: Ids, rows: range, timeout_s: float) -> Reached:
+    def _write(self, run: _Passage, states: list[torch.Tensor], path: Ids, rows: range, timeout_s: float) -> Reached:
         """Copy blocks into slots, and write those."""
         path = path[: rows.stop * self.layout.block_tokens]
         with self._given_up_if_interrupted(run):

@@ -33,7 +33,7 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import as_tokens
 from headwater.integrations.transformers.arguments import prompt_of, require_taken
-from headwater.integrations.transformers.blocks import CacheBlocks, Ids, Moved
+from headwater.integrations.transformers.blocks import CacheBlocks, Ids, BlocksMoved
 from headwater.integrations.transformers.identity import computed_with, model_identity_of, model_weights, stamp
 from headwater.integrations.transformers.layout import cache_layout
 from headwater.integrations.transformers.scope import first_layers, require_known
@@ -145,7 +145,10 @@ class HeadwaterCache:
         output = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **options)
         times.append(time.monotonic())
         sequence = output if isinstance(output, torch.Tensor) else output.sequences
-        saved = self._keep(sequence, len(tokens), cache, num_blocks)
+        whole = torch.cat(
+            [prompt, sequence[:, len(tokens) :]], 1
+        )  # named by what was computed, whoever changed the rest
+        saved = self._keep(whole, len(tokens), cache, num_blocks)
         times.append(time.monotonic())
         load_s, prefill_s, generate_s, save_s = (after - before for before, after in pairwise(times))
         num_hit = loaded.num_blocks * self._block_tokens
@@ -206,15 +209,15 @@ class HeadwaterCache:
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
-    def _keep(self, sequence: torch.Tensor, num_prompt: int, cache: Any, num_blocks: int) -> Moved:
+    def _keep(self, sequence: torch.Tensor, num_prompt: int, cache: Any, num_blocks: int) -> BlocksMoved:
         """Save what is to be saved, as blocks: those of the prompt's end and the answer are computed for that."""
         if self._save == "nothing":
-            return Moved(0, "")
+            return BlocksMoved(0, "")
         end, why = (sequence.shape[1] if self._save == "all" else num_prompt) // self._block_tokens, ""
         tokens: Ids = as_tokens(sequence[0, : end * self._block_tokens].cpu())
         with self._lock:
             if self._blocks.holds(tokens, end):
-                return Moved(0, "")
+                return BlocksMoved(0, "")
         exact = self._first_blocks(cache, num_blocks)
         try:
             self._compute(sequence, exact, num_blocks, end)
@@ -222,7 +225,7 @@ class HeadwaterCache:
             exact, end, why = self._first_blocks(cache, num_blocks), num_blocks, "no memory to compute the last blocks"
         with self._lock:
             saved = self._blocks.save(tokens, end, exact, timeout_s=self._write_timeout_s)
-        return Moved(saved.num_blocks, saved.why or why)
+        return BlocksMoved(saved.num_blocks, saved.why or why)
 
     def _first_blocks(self, cache: Any, num_blocks: int) -> Any:
         """A cache of the first blocks of another, which stays as it is. Nothing is copied yet."""
