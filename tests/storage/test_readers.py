@@ -66,10 +66,14 @@ def test_no_thread_before_it_is_needed_and_none_that_has_nothing_to_do(
     readers.run(lambda _: None, 1)
     readers.run(lambda _: None, 5, most=1)
     assert not own_threads()
-    come = threading.Barrier(3)  # so three are at it at once
-    readers.run(lambda _: come.wait(PATIENCE_S) and None, 3)
+    come = threading.Barrier(3)
+
+    def meet(_: int) -> None:  # so three are at it at once
+        come.wait(PATIENCE_S)
+
+    readers.run(meet, 3)
     wait_until(lambda: not own_threads())
-    readers.run(lambda _: come.wait(PATIENCE_S) and None, 3)
+    readers.run(meet, 3)
 
 
 def test_a_call_returns_when_nobody_is_at_an_item_of_it_any_more(make: Callable[[int], Readers]) -> None:
