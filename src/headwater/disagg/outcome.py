@@ -21,6 +21,7 @@ class Moved:
     detail: str = ""  # for people
     num_bytes: int = 0
     num_tries: int = 1
+    stuck: bool = False  # a copy hangs that has slots behind these: they are not free yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Unsent:
     detail: str
     num_tries: int
     seconds: float
+    stuck: bool = False  # a copy hangs that may still read the slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,7 @@ class Missing:
     detail: str
     num_tries: int
     seconds: float
+    stuck: bool = False  # a copy hangs that may still write to the slots from there on
 
 
 #: Worth another try, if there is time: what was bad was removed, what is missing may be on its way.
@@ -88,6 +91,7 @@ _WHYS: Final = {
     Why.ERROR: Reason.FAILED,
     Why.STORE_DOWN: Reason.DOWN,
     Why.CANCELLED: Reason.CANCELLED,
+    Why.STUCK: Reason.LATE,
 }
 
 

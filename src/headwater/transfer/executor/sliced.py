@@ -33,6 +33,7 @@ class Why(enum.StrEnum):
     ERROR = "error"  # the store or the device raised
     STORE_DOWN = "store_down"  # it was not asked: it is left alone, or its calls do not return
     CANCELLED = "cancelled"
+    STUCK = "stuck"  # a copy hangs: slots behind what is done are lent to it until it ends
     INDEX_ONLY = "index_only"  # no data is moved at all
 
 
@@ -113,6 +114,10 @@ class SlicedRow:
         """Nobody wants the rest."""
         if not self.over:
             self._end(Why.CANCELLED, "nobody wants the rest")
+
+    def stick(self) -> None:
+        """The copy of the slice that is under way hangs, and its slots are lent."""
+        self._end(Why.STUCK, "a copy did not end in time, and has the slots of its slice until it does")
 
     def _time_out(self, detail: str, now_s: float) -> None:
         """Some time is over: the slice's, or the total."""
