@@ -131,6 +131,15 @@ class AttentionStore:
         return self._worker.num_held_pages if self._worker is not None else 0
 
     @property
+    def lent_slots(self) -> frozenset[int]:
+        """Slots that a copy which hangs may still write to or read, after a call that ended STUCK.
+
+        They are not the caller's to use before they have left this set, which may be never; `read` and `write` refuse
+        them (rule 2).
+        """
+        return self._rows.lent_slots() if self._rows is not None else frozenset()
+
+    @property
     def block_tokens(self) -> int:
         """Tokens of a block."""
         return self.identity.block_tokens
@@ -238,7 +247,7 @@ class AttentionStore:
         return len(row)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End the threads; idempotent. False: a store's call has not returned, so store and staging must stay."""
+        """End the threads; idempotent. False: a call or a copy has not returned: store and staging must stay."""
         self._closed = True
         return self._worker is None or self._worker.close(timeout_s)
 

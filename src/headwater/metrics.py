@@ -91,6 +91,13 @@ _DECLARED: Final = (
     (COUNTER, "duplicate_blocks_total", "Blocks that two requests computed: the second one's slot stayed its own"),
     (COUNTER, "evicted_blocks_total{tier}", "Blocks that a tier gave up for others"),
     (COUNTER, "dropped_blocks_total{tier,reason}", "Blocks that were to be kept in a tier and were not"),
+    (GAUGE, "load_start_seconds{tier}", "Seconds that a load takes however small, as its tier's last loads say"),
+    (
+        GAUGE,
+        "load_gib_seconds{tier}",
+        "Seconds that a GiB more takes to be loaded, as a tier's last loads say; 0: unknown",
+    ),
+    (COUNTER, "trial_loads_total{tier}", "Loads of a small part, to see whether a tier that was too slow still is"),
     (GAUGE, "queue_jobs{tier}", "Jobs that wait for a tier"),
     (GAUGE, "queue_bytes{tier}", "Bytes of the jobs that wait for a tier"),
     (GAUGE, "breaker_state{tier}", "Whether a tier is used: 0 closed (it is), 1 half-open, 2 open, 3 off"),

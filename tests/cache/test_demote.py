@@ -11,6 +11,7 @@ import pytest
 from brain_kit import BLOCK_BYTES, ask, finish, jobs, run, the, tier, tokens, total, world
 from headwater import CacheIdentity, CacheTiers, DType, block_keys, config_digest, gqa_layout, open_tiered_cache
 from headwater.build import open_local
+from headwater.cache.records import JobKind
 from headwater.config.cache import SaveWhen
 from headwater.config.stores import LocalStoreConfig
 from headwater.core import events as ev
@@ -22,6 +23,7 @@ from headwater.storage.base import Store
 from headwater.storage.local import MappedStore
 from headwater.storage.local.reading import PageReading
 from headwater.storage.memory import MemoryStore
+from headwater.testing.clock import FakeClock
 from headwater.testing.faulty_stores import Faults, FaultyStore
 from headwater.testing.layouts import randomise
 from headwater.testing.stores import soon
@@ -62,6 +64,28 @@ def settle(here: World) -> None:
 
 
 # --- what the brain says ----------------------------------------------------------------------------------------------
+
+
+def test_late_demotions_speak_against_the_store_that_was_late() -> None:
+    """Three of them pause a store: the source that did not answer, not the target that was never asked."""
+    here = world(tier("host"), tier("disk"), num_slots=64)
+    for path in "123":
+        run(here, path, path * 4)
+        finish(here, ev.Save)
+        here.fail(the(here, ev.Demote), Reason.LATE, elsewhere=True)
+    assert here.brain.tiers["disk"].breakers[JobKind.SAVE].state is BreakerState.CLOSED
+    assert here.brain.tiers["host"].breakers[JobKind.LOAD].state is BreakerState.OPEN
+    here.check()
+
+
+def test_a_demotion_that_waited_in_vain_speaks_against_nobody() -> None:
+    here = world(tier("host"), tier("disk"), num_slots=64)
+    for path in "1234":
+        run(here, path, path * 4)
+        here.fail(the(here, ev.Demote), Reason.LATE, elsewhere=True)
+    for name in ("host", "disk"):
+        assert state(here, name) is BreakerState.CLOSED
+    here.check()
 
 
 def test_a_block_is_read_once_and_goes_on_from_there() -> None:
@@ -329,6 +353,41 @@ def test_a_source_that_hangs_does_not_take_the_threads_of_its_target(make: Calla
     odd(rig, "disk").gates["get_into"].open()
     wait_until(lambda: not rig.worker._ledger.stuck)
     assert rig.ear.results(rig.demote(4, "pool", store="disk")) == ["stored"] * 4
+
+
+def test_late_is_whose_fault_it_is(make: Callable[..., Rig]) -> None:
+    """A Demote whose source hangs, or whose Save does, has not reached its target; one whose target hangs has."""
+    rig = make({"disk": OddStore(), "pool": OddStore()}, grace_s=0.05)
+    rig.saved(range(4), store="disk")
+    odd(rig, "disk").gates["get_into"].shut()
+    source = rig.ear.end(rig.demote(4, "pool", store="disk", within_s=0.1))
+    rig.gather.shut()
+    save = rig.save(range(4, 8), chain=2, store="disk")
+    rig.gather.wait_for_arrival()
+    waited = rig.ear.end(rig.demote(4, "pool", store="disk", chain=2, after=save, within_s=0.1))
+    odd(rig, "disk").open()
+    rig.gather.open()
+    rig.ear.end(save)
+    wait_until(lambda: not rig.worker._ledger.stuck)
+    odd(rig, "pool").gates["put"].shut()
+    target = rig.ear.end(rig.demote(4, "pool", store="disk", within_s=0.3))
+    ends = [end for end in (source, waited, target) if isinstance(end, ev.JobFailed)]
+    assert [(end.failure, end.elsewhere) for end in ends] == [
+        (Reason.LATE, True),
+        (Reason.LATE, True),
+        (Reason.LATE, False),
+    ]
+
+
+def test_a_source_that_is_slow_is_a_miss_and_not_a_late_target(make: Callable[..., Rig]) -> None:
+    clock = FakeClock()
+    rig = make({"disk": OddStore(), "pool": OddStore()}, clock=clock, grace_s=60.0)
+    rig.saved(range(4), store="disk")
+    odd(rig, "disk").answers["get_into"] = lambda found: clock.advance(6) or found  # type: ignore[func-returns-value]
+    assert rig.ear.results(rig.demote(4, "pool", store="disk", within_s=5)) == ["miss"] * 4
+    odd(rig, "disk").answers["get_into"] = lambda found: [Status.LATE] * len(found)
+    assert rig.ear.results(rig.demote(4, "pool", store="disk", within_s=5)) == ["miss"] * 4
+    assert "put" not in odd(rig, "pool").calls()
 
 
 class Shifting(MappedStore):

@@ -51,7 +51,7 @@ from headwater.transfer.executor.worker import Worker
 from headwater.transfer.ranks.group import Ranks
 from machines.ranks import cut, small_layouts
 from test_redis import Server
-from worker_kit import PATIENCE_S, wait_until
+from worker_kit import PATIENCE_S, Gate, wait_until
 
 SLACK_S = 0.5
 LAYOUT = small_layouts()["fp8 with scales"]
@@ -755,6 +755,47 @@ def test_bytes_that_come_late_hit_nobody(num_tokens: int, held_back: int, ends: 
     wait_until(lambda: one.ends[1].worker.num_held_pages == 0)
     assert not one.there.device.any()
     assert len(one.there.scattered) == num_scattered
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_copy_that_hangs_ends_the_handoff_and_keeps_its_slots(way: str, ends: Callable[..., Ends]) -> None:
+    """By the deadline, with what came before; its slots are free when the copy is over, which is told once."""
+    one = ends(MemoryStore(8 << 20))
+    num_tokens = 5 * B + 3
+    ticket = one.ticket(num_tokens)
+    gate, freed = Gate(), list[float]()
+    gate.shut()
+
+    def hang_later(slot: int, page: int) -> None:
+        if slot >= 3:
+            gate()
+
+    found: queue.Queue[Any] = queue.Queue()
+    options: dict[str, Any] = {"deadline": Deadline.after(0.6), "done": found.put}
+    options["freed"] = lambda: freed.append(time.monotonic())
+    if way == "in":
+        one.there.on_scatter = hang_later
+        one.receiver.begin_fetch(ticket, range(6), **options)
+    else:
+        one.here.on_gather = hang_later
+        given = {"first": FIRST, "sampler": SAMPLER, **options}
+        one.sender.begin_send("r", tokens(num_tokens, 7), range(6), **given)
+    gate.wait_for_arrival()
+    try:
+        outcome = found.get(timeout=PATIENCE_S / 2)
+        assert isinstance(outcome, Missing | Unsent)
+        assert (outcome.reason, outcome.stuck) == (Reason.LATE, True)
+        assert (outcome.first_block if isinstance(outcome, Missing) else outcome.num_blocks) == 3
+        assert not freed, "it was said that nobody touches the slots while a copy does"
+    finally:
+        gate.open()
+    wait_until(lambda: bool(freed))
+    for end in one.ends:
+        assert end.worker.drain(PATIENCE_S)
+    assert len(freed) == 1
+    assert found.empty()
+    if way == "in":
+        assert [one.there.block(at) for at in range(3)] == [one.here.block(at) for at in range(3)]
 
 
 def test_a_bad_page_whose_removal_hangs_is_told_by_the_deadline(ends: Callable[..., Ends]) -> None:

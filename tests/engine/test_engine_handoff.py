@@ -29,8 +29,10 @@ from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Deadline
 from headwater.testing.faulty_stores import DelayStore
 from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.tier import Naming
 from pd_kit import WAIT_S, Heard, Node, new_pool, open_node, open_pair
+from worker_kit import Gate
 
 BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 7)
@@ -233,6 +235,80 @@ def test_a_pool_that_hangs_holds_no_slot_for_long(
             prefill.until_free()
         finally:
             made[0].release()
+
+
+@pytest.mark.parametrize("then", ["computes", "fails", "is cancelled"])
+def test_a_fetch_whose_copy_hangs_is_computed_in_other_slots(
+    pair: tuple[Node, Node], alone: Node, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """The tail comes by the handoff's own job. What hangs keeps its slots until it is over, and nobody waits for it."""
+    prefill, decode = pair
+    prompt = prompt_of(2 * BLOCK + 7)
+    expected = alone.ask(prompt)
+    ticket = prefill.send(prompt).ticket
+    gate, real, hung = Gate(), TorchStaging.scatter, list[int]()
+
+    def scatter(self: TorchStaging, pages: Sequence[int], slots: Sequence[int]) -> None:
+        if len(slots) == 1 and not hung:  # the tail
+            hung.extend(slots)
+            gate()
+        real(self, pages, slots)
+
+    monkeypatch.setattr(TorchStaging, "scatter", scatter)
+    gate.shut()
+    taken = decode.take(ticket, prompt, recompute=then == "computes", timeout_s=2.0)
+    gate.wait_for_arrival()
+    try:
+        if then == "is cancelled":
+            assert taken.request is not None
+            decode.running.engine.cancel(taken.request)
+        assert taken.over.wait(WAIT_S / 2), "it waits for a copy that hangs"
+        with decode.running.cache.still() as brain:
+            brain.validate()
+            assert len(brain.requests) == 1, "its slots are in nobody's hands"
+            assert hung[0] in next(iter(brain.requests.values())).own
+        if then == "computes":
+            assert taken.last.finish is Finish.LENGTH
+            assert expected.last.finish is Finish.LENGTH
+            assert taken.tokens == expected.tokens
+        elif then == "fails":
+            assert (taken.last.finish, taken.tokens) == (Finish.FAILED, [])
+            assert isinstance(taken.last.unmoved, Missing)
+            assert (taken.last.unmoved.reason, taken.last.unmoved.first_block) == (Reason.LATE, 2)
+        else:
+            assert (taken.last.finish, taken.tokens) == (Finish.CANCELLED, [])
+    finally:
+        gate.open()
+    decode.until_free()
+    again = decode.ask(prompt)
+    assert again.last.finish is Finish.LENGTH
+    assert again.tokens == expected.tokens
+
+
+def test_a_send_whose_copy_hangs_fails_and_keeps_its_slots(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, _ = pair
+    gate, real = Gate(), TorchStaging.gather
+
+    def gather(self: TorchStaging, slots: Sequence[int], pages: Sequence[int]) -> Any:
+        gate()
+        return real(self, slots, pages)
+
+    monkeypatch.setattr(TorchStaging, "gather", gather)
+    gate.shut()
+    sent = prefill.send(prompt_of(7), timeout_s=2.0)  # a tail alone: the cache writes nothing of it
+    gate.wait_for_arrival()
+    try:
+        assert sent.over.wait(WAIT_S / 2), "it waits for a copy that hangs"
+        assert sent.last.finish is Finish.FAILED
+        assert isinstance(sent.last.unmoved, Unsent)
+        assert sent.last.unmoved.reason is Reason.LATE
+        with prefill.running.cache.still() as brain:
+            assert [len(one.own) for one in brain.requests.values()] == [1]
+    finally:
+        gate.open()
+    prefill.until_free()
 
 
 @pytest.mark.fault("D8")

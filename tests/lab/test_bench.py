@@ -12,7 +12,7 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, StoreDamaged, StoreError
 from headwater.core.keys import block_keys
 from headwater.core.page import PageName
-from headwater.lab.bench import index, store
+from headwater.lab.bench import index, placement, store
 from headwater.lab.bench.contenders import FilePerBlock, Ours, PlainFile, SealThenPut, StoreContender, evict, sync
 from headwater.lab.bench.pools import Page, Pool
 from headwater.lab.bench.report import BenchReport
@@ -70,6 +70,25 @@ def test_index_sees_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "block_keys", lambda tokens, **options: block_keys(tokens, **options)[::-1])
     with pytest.raises(Exception, match="documented"):
         index.run(num_tokens=256, rounds=1)
+
+
+def test_placement() -> None:
+    """In simulated time, so the figures are the same everywhere: these are bounds that a worse rule would break."""
+    report = placement.run(seeds=1)
+    found = report.results
+    assert 1.0 <= found["steady_ratio"] <= 1.02
+    assert found["ratio"] <= 1.04
+    assert found["random_ratio"] <= 1.12
+    assert found["ratio"] < min(found["always_load"], found["always_compute"])
+    assert found["found_s"] <= 60.0
+    assert found["right"] is (found["ratio_worst"] <= 1.02)
+    assert set(found) <= set(report.notes)
+
+
+@pytest.mark.parametrize("options", [{"num_requests": 0}, {"num_requests": 1500}, {"seeds": 0}])
+def test_placement_refuses_nonsense(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        placement.run(**options)
 
 
 def test_store(tmp_path: Path, shm: Path) -> None:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.events import Cancel, Instruction, Job, JobDone, JobFailed, Load, Probe, Save, Stuck
 from headwater.core.results import Reason
 from headwater.lab.campaigns.hanging import HangingStore
 from headwater.metrics import Metrics
@@ -26,7 +26,7 @@ from headwater.testing.device import BytesStaging
 from headwater.testing.pages import IDENTITY
 from headwater.transfer.executor.caller import Caller, End
 from headwater.transfer.executor.worker import Worker
-from worker_kit import LAYOUT, PATIENCE_S, TENANT, OddStore, key, keys, wait_until
+from worker_kit import LAYOUT, PATIENCE_S, TENANT, Gate, OddStore, key, keys, wait_until
 
 SLACK_S = 0.5  # what the issue grants a call beyond its deadline
 BEGUN_S = 1.0  # within which a job has begun, also where its thread waits for a core
@@ -171,6 +171,90 @@ def taking(clock: FakeClock, seconds: float) -> Callable[[list[Any]], list[Any]]
         return found
 
     return answer
+
+
+# --- copies that hang, and executors that do --------------------------------------------------------------------------
+
+
+class Silent:
+    """An executor that takes jobs and says nothing of them."""
+
+    def __init__(self) -> None:
+        self.taken: list[Instruction] = []
+
+    def submit(self, instructions: Sequence[Instruction], /) -> None:
+        self.taken += instructions
+
+    def revive(self, store: str, /) -> bool:
+        return False
+
+
+def load_order(job: int, clock: Clock, within_s: float, at: int = 8) -> Load:
+    deadline_s = clock.monotonic() + within_s
+    return Load(job=job, store="pool", keys=keys(1, NUM), deadline_s=deadline_s, slots=tuple(range(at, at + NUM)))
+
+
+def test_a_call_returns_by_its_own_limit_whatever_the_executor_does() -> None:
+    silent, clock = Silent(), FakeClock()
+    caller = Caller(silent, ["pool"], identity=IDENTITY, clock=clock, limit_s=1.0, breaker_failures=1)
+    said: list[End | Stuck] = []
+    thread = threading.Thread(target=lambda: said.append(caller.call(load_order(7, clock, 5.0))), daemon=True)
+    thread.start()
+    wait_until(lambda: bool(silent.taken))
+    clock.advance(5.9)
+    thread.join(0.3)
+    assert not said, "it has not waited as long as it may"
+    clock.advance(0.2)
+    thread.join(PATIENCE_S)
+    assert [type(one) for one in said] == [Stuck]
+    assert silent.taken[1:] == [Cancel(job=7)]
+    assert caller.lent_slots() == {8, 9, 10, 11}
+    assert caller.hears(JobFailed(now_s=clock.monotonic(), job=7, failure=Reason.CANCELLED))
+    assert caller.lent_slots() == frozenset()
+    assert len(said) == 1
+
+
+def test_a_copy_that_hangs_is_told_once_and_lends_its_slots_until_it_ends(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    assert one.put().results == ["stored"] * NUM
+    gate = Gate()
+    one.staging.on_scatter = gate
+    gate.shut()
+    stuck: list[Stuck] = []
+    ended = Pending()
+    order = load_order(one.caller.number(), one.clock, 0.3)
+    assert one.caller.submit(order, ended.heard.put, stuck.append) is None
+    gate.wait_for_arrival()
+    wait_until(lambda: bool(stuck))
+    assert one.caller.lent_slots() == set(order.slots)
+    assert ended.heard.empty(), "it ended while it copies"
+    gate.open()
+    assert ended.failure is Reason.LATE
+    assert one.caller.lent_slots() == frozenset()
+    assert len(stuck) == 1
+
+
+def test_a_probe_of_a_breaker_that_gets_stuck_is_a_failure(bench: Callable[..., Bench]) -> None:
+    """Otherwise the store would be left alone for ever: the next probe comes when the last one has ended."""
+    one = bench(breaker={"breaker_failures": 1, "breaker_pause_s": 0.05, "breaker_max_pause_s": 0.05})
+    assert one.put().results == ["stored"] * NUM
+    one.fail()
+    time.sleep(0.06)
+    gate = Gate()
+    one.staging.on_scatter = gate
+    gate.shut()
+    stuck: list[Stuck] = []
+    ended = Pending()
+    order = load_order(one.caller.number(), one.clock, 0.3)
+    assert one.caller.submit(order, ended.heard.put, stuck.append) is None
+    gate.wait_for_arrival()
+    assert one.contains().failure is Reason.DOWN, "one probe at a time"
+    wait_until(lambda: bool(stuck))
+    time.sleep(0.06)
+    assert one.contains().results == ["held"] * NUM
+    gate.open()
+    assert ended.failure is Reason.LATE
+    assert one.contains().results == ["held"] * NUM, "the end of what was stuck was held against the store again"
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

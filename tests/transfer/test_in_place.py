@@ -861,6 +861,35 @@ def test_whatever_a_store_raises_the_job_ends_and_nothing_is_left(
         here.loaded(range(20, 26), range(6), chain=2)
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_load_that_loses_its_store_keeps_the_rows_that_came(shm: Path, layerwise: bool, rows: int) -> None:
+    """What was looked up, copied and verified before counts; the rest failed, and its slots are as they were."""
+    kept = [0, 64, 192][rows]
+    if layerwise and rows == 2:
+        kept = 64  # behind the first blocks everything is one row
+    with rig(shm, num_slots=600, layerwise=layerwise, in_place_pages=128) as here:
+        here.saved(range(270))
+        count = len([one for one in here.store.calls if one == "borrow"])
+
+        def lose(found: list[Borrow | Status]) -> list[Borrow | Status]:
+            if len([one for one in here.store.calls if one == "borrow"]) - count > rows:
+                raise RuntimeError("boom")
+            return found
+
+        here.store.answers["borrow"] = lose
+        job = here.load(range(300, 570))
+        if kept:
+            assert here.ear.results(job) == ["hit"] * kept + ["failed"] * (270 - kept)
+        else:
+            assert here.ear.failure(job) is Reason.FAILED
+        assert [here.block(slot) for slot in range(300, 300 + kept)] == [here.was(slot) for slot in range(kept)]
+        assert here.untouched(range(300 + kept, 570))
+        assert here.metrics.value("moved_bytes_total", direction="out") == kept * FRAME_BYTES
+        here.store.answers.clear()
+        here.loaded(range(300, 570), range(270))
+
+
 def test_a_store_lost_in_the_middle_keeps_what_was_published(shm: Path) -> None:
     with rig(shm) as here:
 

@@ -47,7 +47,7 @@ from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.executor.sliced import Reached
 from headwater.transfer.executor.staging import TorchStaging
 from test_redis import Server
-from worker_kit import LAYOUT, PATIENCE_S, wait_until
+from worker_kit import LAYOUT, PATIENCE_S, Gate, wait_until
 
 SLACK_S = 0.5
 TOKENS = list(range(1000, 1040))  # ten blocks of four
@@ -381,6 +381,43 @@ def test_a_store_that_hangs_costs_each_call_its_deadline(rig: Callable[..., Rig]
     hanging.release()
     wait_until(lambda: one.attention.num_held_pages == 0)
     assert one.equal(range(64), range(64))  # late bytes reach no slot
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_copy_that_hangs_costs_a_call_its_deadline_and_keeps_its_slots(rig: Callable[..., Rig], call: str) -> None:
+    """The second slice's copy hangs: the call says so in time, and nobody gets those slots before it has ended."""
+    one = rig()
+    there = TOKENS[: 6 * B]
+    assert one.attention.write(there, range(6)).why is Reason.WHOLE
+    gate = Gate()
+    slots = list(range(40, 46)) if call == "read" else list(range(6))
+    hook = "on_scatter" if call == "read" else "on_gather"
+    setattr(one.staging, hook, lambda slot, page: gate() if slot == slots[4] else None)
+    gate.shut()
+    said: list[Reached] = []
+    asked = there if call == "read" else there[::-1]
+    ask = getattr(one.attention, call)
+    thread = threading.Thread(target=lambda: said.append(ask(asked, slots, timeout_s=0.5)), daemon=True)
+    thread.start()
+    gate.wait_for_arrival()
+    thread.join(PATIENCE_S / 2)
+    hung = thread.is_alive()
+    lent = frozenset() if hung else one.attention.lent_slots
+    if not hung:
+        with pytest.raises(InvalidInput, match="a copy that hangs"):
+            one.attention.read(there[:B], slots[5:])
+        assert one.attention.close(0.1) is False, "staging must stay as long as the copy goes on"
+    gate.open()
+    thread.join(PATIENCE_S)
+    assert not hung, "the call did not return by its deadline"
+    assert (said[0].num_blocks, said[0].why) == (3, Reason.STUCK)
+    assert lent == set(slots[3:])
+    wait_until(lambda: not one.attention.lent_slots)
+    if call == "read":
+        assert one.equal(slots[:3], range(3))
+    else:
+        assert len(one.ear.moves) == 2, "what was written late was told as being there"
+        assert len(one.ear.moves[1].keys) == 3
 
 
 def test_a_dead_store_costs_a_request_one_probe_and_then_all_is_well(

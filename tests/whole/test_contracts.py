@@ -1,6 +1,9 @@
 """The contracts of pyproject.toml have no holes: every room has a layer, and what is pure is held to being so."""
 
 import ast
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -66,3 +69,33 @@ def test_no_contract_is_got_round_by_starting_a_program() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         assert not [word for word in words if isinstance(word, str) and word.startswith(kits)], path
+
+
+def test_a_green_run_of_tests_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Tests write gigabytes of slabs: what passed is removed, and what failed stays to be looked at."""
+    scratch, test = tmp_path / "scratch", tmp_path / "test_one.py"
+    scratch.mkdir()
+    test.write_text(
+        "def test_writes(tmp_path, tmp_path_factory):\n"
+        "    for place in (tmp_path, tmp_path_factory.mktemp('more')):\n"
+        "        (place / 'slab').write_bytes(bytes(1 << 20))\n"
+        "def test_may_fail(tmp_path):\n"
+        "    (tmp_path / 'seen').write_text('x')\n"
+        "    assert not FAILS\n"
+    )
+    for fails in (False, True):
+        test.write_text(test.read_text().split("FAILS =")[0] + f"FAILS = {fails}\n")
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", str(PROJECT)]
+        environment = {**os.environ, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, "--rootdir", str(tmp_path), str(test)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == int(fails), ran.stdout + ran.stderr
+        left = [path.name for path in scratch.rglob("*") if path.is_file() and not path.is_symlink()]
+        assert "slab" not in left or fails
+        assert ("seen" in left) == fails

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ from headwater.serve.phases import phases_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples that make a directory and leave it, as a reader would, leave it here."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def test_the_example_in_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +116,8 @@ def test_bodies_and_usage_in_the_documents_are_the_server_s() -> None:
         total_s=0.1,
         queue_s=0.01,
     )
-    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"), phases_of(usage, None))
+    paces = {"host": (0.0004, 0.031), "disk": (0.0, 0.0)}
+    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"), phases_of(usage, None), paces)
 
 
 def test_the_options_in_the_documents_exist() -> None:

@@ -90,8 +90,12 @@ class Jobs:
         """Tell the store's breaker how a job went.
 
         A Promote says nothing: two stores took part, and nobody knows which of them it was. So it is no probe either.
-        A Demote is a write of its target's; one whose source gave nothing proves nothing.
+        A Demote is a write of its target's; one whose source gave nothing proves nothing, and one whose source does
+        not answer speaks against that. What never began, because it waited for another job, speaks against nobody.
         """
+        if job.elsewhere:
+            self._blame_source(job, now_s)
+            return
         breaker = self._breaker(job)
         if breaker is None:
             return
@@ -105,6 +109,16 @@ class Jobs:
                 self._tell("tier_paused", tier=job.into, job=kind, why=str(failure or Reason.FAILED))
         elif breaker.succeeded():
             self._tell("tier_resumed", tier=job.into, job=kind)
+
+    def _blame_source(self, job: JobRecord, now_s: float) -> None:
+        """A job was late, and its store had no part in it. `end` has struck it out, and perhaps what it waited for."""
+        own = self._breaker(job)
+        if own is not None:
+            own.unproven(now_s)
+        if job.kind is JobKind.DEMOTE and self.get(job.after) is None:  # so it began, and hung in its source
+            kind = JobKind.LOAD
+            if self.tiers[job.store].breakers[kind].failed(now_s):
+                self._tell("tier_paused", tier=job.store, job=kind.value, why=str(Reason.LATE))
 
     def _breaker(self, job: JobRecord) -> Breaker | None:
         """Whose word a job's end is; None: nobody's."""

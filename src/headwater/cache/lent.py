@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from headwater.cache import snapshot
-from headwater.cache.placement import load_pays
+from headwater.cache.placement import how_much_to_load
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.state import Brain
 from headwater.config.cache import CacheConfig, SaveWhen
@@ -61,11 +61,12 @@ class LentBrain(Brain):
         while at < request.num_prompt and (store := self.loader.where(request, at)) is not None:
             tier, end = self.tiers[store], self.loader.row_end(request, at, request.num_prompt)
             size = self.config.block_bytes
-            if not load_pays(tier, self.cost, start=at, end=end, block_bytes=size, now_s=now_s):
-                break
+            num_blocks = how_much_to_load(tier, self.cost, start=at, end=end, block_bytes=size, now_s=now_s)
             if not tier.breakers[JobKind.LOAD].would_allow(now_s):
                 break
-            at = end
+            at += num_blocks
+            if at < end:
+                break
         return at - start
 
     def _lent(self, event: ev.Lent) -> None:
@@ -83,7 +84,7 @@ class LentBrain(Brain):
         request.own.extend(event.slots[have : have + event.num_load] if first else event.slots[have:])
         if first:
             self.loader.stop_probing(request)
-            self.loader.load(request, event.now_s)
+            self.loader.load(request, event.now_s, agreed=True)
             self._settle(request, event.now_s)
             request.own.extend(event.slots[have + event.num_load :])
 

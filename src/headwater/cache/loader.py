@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
-from headwater.cache.placement import ComputeCost, load_pays
+from headwater.cache.placement import ComputeCost, how_much_to_load
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Load, Probe, Promote
@@ -107,10 +107,11 @@ class Loader:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def load(self, request: RequestRecord, now_s: float, *, promised: str = "") -> None:
+    def load(self, request: RequestRecord, now_s: float, *, promised: str = "", agreed: bool = False) -> None:
         """Load what stores say they have, from the first missing block on, as far as it pays.
 
-        A store that is `promised` to have all of them need not say so, and computing is no alternative.
+        A store that is `promised` to have all of them need not say so, and computing is no alternative. `agreed`: what
+        the request has slots for was found to pay, and whoever was told that counts on it.
         """
         end = min(request.num_prompt, request.num_blocks)
         if promised:
@@ -122,13 +123,17 @@ class Loader:
         at = request.load_end = request.base
         while at < end and (name := self.where(request, at)) is not None:
             tier, row_end = self._jobs.tiers[name], self.row_end(request, at, end)
-            size = self._jobs.block_bytes
-            if not (promised or load_pays(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)):
+            num_blocks = row_end - at
+            if not (promised or agreed):
+                size = self._jobs.block_bytes
+                num_blocks = how_much_to_load(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)
+            if not num_blocks:
                 return
             if not tier.breakers[JobKind.LOAD].would_allow(now_s):  # since it was asked: a slower store may have it too
                 del request.held[name]
                 request.unasked[name] = Reason.FAILED
                 continue
+            is_trial, row_end = at + num_blocks < row_end, at + num_blocks
             row: dict[str, Any] = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
             job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request, **row)
             request.loads.append(job)
@@ -142,6 +147,9 @@ class Loader:
                 )
             )
             at = request.load_end = row_end
+            if is_trial:
+                self._accounts.add("trial_loads_total", 1, tier=name)
+                return
 
     def settle(self, request: RequestRecord, now_s: float) -> bool:
         """Take in what was loaded, in order. True when nothing is being loaded any more, and the rest is explained."""

@@ -1,19 +1,35 @@
 """Which store gets what, when; what is dropped when it cannot keep up; and whether loading pays.
 
-Pure arithmetic over what was measured: a store's speed, what it has queued, and what computing costs. The brain asks,
-and acts on the answer.
+Pure arithmetic over what was measured: a store's speed (`pace.py`), what it has queued, and what computing costs. The
+brain asks, and acts on the answer.
+
+A store that is too slow is not read, so nobody would find out that it became fast. So now and then a small part of what
+could be loaded is (`how_much_to_load`): that costs little if the store is as slow as before, and if it was fast, the
+next request tries again at once; two such trials are believed.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from headwater.cache.pace import LoadPace, lower_median
 from headwater.cache.records import JobKind
 from headwater.config.cache import TierConfig
 from headwater.core.breaker import Breaker, BreakerState
 
 _WEIGHT: Final = 0.2  # of the newest measurement
 _WORTH: Final = 0.75  # of computing, that a load may take: what is expected is off by that much from step to step
-_FORGOTTEN_S: Final = 30.0  # a tier that was too slow to be used is tried again: nobody else would find it well
+_SURE: Final = 0.95  # the same, where loads take what they should: what computing takes is never known better
+_FORGOTTEN_S: Final = 30.0  # what was measured longer ago says nothing
+_LAGS: Final = 7  # that are remembered
+_LAG_LIMIT: Final = 4.0  # of the median of these, that one of them counts for at most
+_LAG_FLOOR_S: Final = 1e-3  # lags below this are all the same
+_TRIAL_S: Final = 0.05  # that a trial may take, as it is expected: and not more than
+_TRIAL_SHARE: Final = 0.05  # of what the request would compute, or one block
+_TRIAL_EVERY: Final = 100.0  # times what a trial takes, pass between two of them; but
+_TRIAL_LEAST_S: Final = 5.0  # not less than this,
+_TRIAL_MOST_S: Final = 30.0  # nor more: what became fast is to be found within a minute
+_BETTER: Final = 0.7  # of what was expected: a load that took less is news, and the next one confirms it at once
 
 
 class BytePace:
@@ -71,9 +87,10 @@ class TierState:
             kind: Breaker(failures=config.breaker_failures, pause_s=config.breaker_pause_s)
             for kind in (JobKind.PROBE, JobKind.LOAD, JobKind.SAVE)
         }
-        self.loading = BytePace()
+        self.loading = LoadPace()
         self.saving = BytePace()
         self.lag_s: float | None = None  # from saying what is to be loaded to hearing that it was, but for the loading
+        self.lags: deque[float] = deque(maxlen=_LAGS)  # the last ones
         self.queued_load_bytes = 0
         self.queued_save_bytes = 0
         self.num_pinning = 0  # saves that have not read their blocks yet, and keep them on the device
@@ -101,12 +118,44 @@ class TierState:
         """A load moved so much in such a time, and came so much later; None: it stood behind others."""
         self.loading.measured(num_bytes, seconds, now_s)
         if lag_s is not None and 0 <= lag_s < float("inf"):
-            self.lag_s = lag_s if self.lag_s is None else self.lag_s + _WEIGHT * (lag_s - self.lag_s)
+            if self.lag_s is None:
+                self.lag_s = lag_s
+            else:
+                limit_s = max(_LAG_FLOOR_S, _LAG_LIMIT * lower_median(sorted(self.lags)))
+                self.lag_s += _WEIGHT * (min(lag_s, limit_s) - self.lag_s)
+            self.lags.append(lag_s)
 
     def load_s(self, num_bytes: int, now_s: float) -> float:
-        """How long a load should take, behind what is queued; nothing, as long as nobody knows."""
-        seconds = self.loading.seconds(self.queued_load_bytes + num_bytes, now_s)
+        """How long a load should take, behind what is queued; nothing, as long as nobody knows, or not any more."""
+        return self._with_lag(self.loading.seconds(self.queued_load_bytes + num_bytes, now_s))
+
+    def recall_s(self, num_bytes: int) -> float:
+        """The same, however long ago that was measured."""
+        return self._with_lag(self.loading.recall(self.queued_load_bytes + num_bytes))
+
+    def _with_lag(self, seconds: float) -> float:
         return seconds + (self.lag_s or 0.0) if seconds else 0.0
+
+    @property
+    def worth(self) -> float:
+        """Of what computing takes, that a load may be expected to take. The more alike loads are, the more."""
+        spread = self.loading.spread
+        return _WORTH if spread is None else min(_SURE, max(_WORTH, 1.0 - spread))
+
+    def trial(self, compute_s: float, block_bytes: int, now_s: float) -> int:
+        """How many blocks to load of a row that does not pay, to see whether it would; mostly none. Changes nothing.
+
+        None while a load is under way: what it takes will be known.
+        """
+        if self.queued_load_bytes:
+            return 0
+        lag_s = self.lag_s or 0.0
+        num_bytes = self.loading.bytes_in(min(_TRIAL_S, _TRIAL_SHARE * compute_s) - lag_s)
+        num_blocks = max(1, int(num_bytes // block_bytes))
+        cost_s = self.loading.recall(num_blocks * block_bytes) + lag_s
+        pause_s = min(_TRIAL_MOST_S, max(_TRIAL_LEAST_S, _TRIAL_EVERY * cost_s))
+        due = self.loading.age_s(now_s) >= pause_s or self.loading.newest < _BETTER
+        return num_blocks if due else 0
 
 
 def load_pays(tier: TierState, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float) -> bool:
@@ -116,4 +165,18 @@ def load_pays(tier: TierState, cost: ComputeCost, *, start: int, end: int, block
     measured, loading pays: a hit is what a cache is for.
     """
     compute_s = cost.row_s(start, end)
-    return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= _WORTH * compute_s
+    return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= tier.worth * compute_s
+
+
+def how_much_to_load(
+    tier: TierState, cost: ComputeCost, *, start: int, end: int, block_bytes: int, now_s: float
+) -> int:
+    """How many of the blocks [start, end) to load, from the first on: all, none, or a few for a trial.
+
+    Unlike `load_pays` it goes by what was measured last, however long ago: a store that was slow when it was last read
+    is not given a whole load for that nobody has read it since. One that was never read is.
+    """
+    num_blocks, compute_s = end - start, cost.row_s(start, end)
+    if compute_s <= 0 or tier.recall_s(num_blocks * block_bytes) <= tier.worth * compute_s:
+        return num_blocks
+    return min(num_blocks, tier.trial(compute_s, block_bytes, now_s))

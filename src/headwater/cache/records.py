@@ -34,6 +34,7 @@ class JobRecord:
     alone: bool = True  # a Load behind no other of its store
     cancelled: bool = False  # it was told to end
     stuck: bool = False  # a Load past its time whose copy has not ended
+    elsewhere: bool = False  # it ended LATE, and its store was not reached
     request: "RequestRecord | None" = None  # for whom it is done; it may be gone
     target: str | None = None  # of a Demote or Promote
     pin: Hold | None = None  # of a Save: the blocks it reads; of a Demote: the path that it is of, kept by nobody

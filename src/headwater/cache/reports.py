@@ -75,6 +75,7 @@ class Reports:
         """A job ended with nothing."""
         job = self._jobs.end(event.job)
         if job is not None:
+            job.elsewhere = event.elsewhere and event.failure is Reason.LATE
             self._end(
                 job, (_STATUSES.get(event.failure, Status.FAILED),) * (job.end - job.start), event.failure, event.now_s
             )

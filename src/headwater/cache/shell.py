@@ -296,6 +296,15 @@ class Shell:
                 self.metrics.gauge("device_slots", num, state=state.name.lower())
             for tier in self.brain.tiers.values():
                 self.metrics.gauge("breaker_state", tier.state.value, tier=tier.name)
+            for name, (start_s, gib_s) in self.paces().items():
+                self.metrics.gauge("load_start_seconds", start_s, tier=name)
+                self.metrics.gauge("load_gib_seconds", gib_s, tier=name)
+
+    def paces(self) -> dict[str, tuple[float, float]]:
+        """By tier, what a load takes however small, and each GiB, in seconds: as the last loads say; 0: not known."""
+        with self._lock:
+            loading = {tier.name: tier.loading for tier in self.brain.tiers.values()}
+            return {name: (pace.start_s, pace.level * (1 << 30)) for name, pace in loading.items()}
 
 
 _OF_JOBS: Final = (ev.JobDone, ev.JobFailed, ev.Copied, ev.Stuck)

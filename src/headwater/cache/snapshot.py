@@ -48,7 +48,7 @@ def digest(brain: "Brain") -> str:
                 tier.queued_load_bytes,
                 tier.queued_save_bytes,
             ),
-            *(tier.loading.facts(), tier.saving.facts(), tier.lag_s, tier.num_pinning),
+            *(tier.loading.facts(), tier.saving.facts(), tier.lag_s, list(tier.lags), tier.num_pinning),
         ]
         for tier in brain.tiers.values()
     ]

@@ -65,6 +65,18 @@ def bench_cache(
     _measure(lambda tell: cache.run(blocks=blocks, others=others, many=many, rounds=rounds, tell=tell), as_json=as_json)
 
 
+@bench.command("placement")
+def bench_placement(
+    requests: Annotated[int, typer.Option(help="Requests of a stream, in thousands.")] = 1000,
+    seeds: Annotated[int, typer.Option(help="Streams of each sort.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Load or compute, over tiers whose pace changes under way, beside an oracle; in simulated time."""
+    from headwater.lab.bench import placement
+
+    _measure(lambda tell: placement.run(num_requests=requests, seeds=seeds, tell=tell), as_json=as_json)
+
+
 @bench.command("ttft")
 def bench_ttft(
     shape: Shape = "tiny",

@@ -7,7 +7,8 @@ executor may live in different processes, and an incident is a file of events th
 
 Every event says when it happened, in seconds on the clock of whoever runs the brain; the brain has no other.
 A *job* is one instruction to the executor, by number. Each job ends with exactly one JobDone or JobFailed, whatever
-happens to it; what comes after that is ignored. One whose copy hangs has not ended: of a Load, Stuck says so.
+happens to it; what comes after that is ignored. One whose copy hangs has not ended: if somebody waits for it
+(`is_waited_for`), Stuck says so.
 """
 
 import dataclasses
@@ -114,9 +115,10 @@ class Copied(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck(Event):
-    """A Load is past its time, and one of its copies has not ended: nobody is to wait for it any longer.
+    """A job is past its time, and one of its copies has not ended: nobody is to wait for it any longer.
 
-    Its slots may still be written to, and are nobody's, until the job ends, which may be never (rule 2).
+    Said of a Load, and of a Save that is `awaited`. Its slots may still be written to or read, and are nobody's, until
+    the job ends, which may be never (rule 2).
     """
 
     job: int
@@ -145,6 +147,10 @@ class JobFailed(Event):
     failure: Reason  # one of JOB_FAILURES
     why: str = ""
     on_device: bool = dataclasses.field(default=False, metadata={"later": True})  # that says nothing of the store
+    elsewhere: bool = dataclasses.field(default=False, metadata={"later": True})  # its store was not reached: see below
+
+    # LATE `elsewhere`: of a Demote, its source did not answer, which says nothing of its target; of a job that comes
+    # after another, that one had not ended, so that it never began, which says nothing of any store.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +180,7 @@ class Instruction:
 class Job(Instruction):
     """Work for the executor. Each ends with one JobDone or JobFailed, by its deadline and the time of one copy.
 
-    A Load whose copy takes longer is Stuck until it ends.
+    One whose copy takes longer is Stuck until it ends, if somebody waits for it.
     """
 
     job: int
@@ -215,6 +221,11 @@ class Save(Job):
     expires_at_ms: int = dataclasses.field(default=0, metadata={"later": True})  # 0: never
     awaited: bool = dataclasses.field(default=False, metadata={"later": True})  # somebody waits: before other saves
     after: int = dataclasses.field(default=0, metadata={"later": True})  # not before this job has ended
+
+
+def is_waited_for(job: Job) -> bool:
+    """Whether somebody who has slots of their own in it waits for a job: if its copy hangs, that is to be said."""
+    return isinstance(job, Load) or (isinstance(job, Save) and job.awaited)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,7 @@ class Reason(enum.StrEnum):
     FULL = "full"  # the pool has no room
     REFUSED = "refused"  # the ticket is not for this node, or the page not for this pool
     # why a row of blocks was written or read so far and no further; FAILED, DOWN and CANCELLED, too
+    STUCK = "stuck"  # a copy hangs: slots behind what is done are lent to it until it ends
     WHOLE = "whole"  # there are no more of them
     INCOMPLETE = "incomplete"  # the store did not take, or have, all of a slice
     SLICE_TIMEOUT = "slice_timeout"

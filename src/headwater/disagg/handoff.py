@@ -67,8 +67,12 @@ class Sender(Protocol):
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        freed: Callable[[], None] = lambda: None,
     ) -> Cancellable | None:
-        """Make a prompt's KV readable for whoever gets the ticket; `done` hears. Does not block. None: it is over."""
+        """Make a prompt's KV readable for whoever gets the ticket; `done` hears. Does not block. None: it is over.
+
+        If what it hears is `stuck`, a copy hangs that may still touch slots, until `freed` is called: perhaps never.
+        """
         ...
 
 
@@ -84,8 +88,12 @@ class Receiver(Protocol):
         done: Callable[[Fetched | Missing], None],
         start_block: int = 0,
         stopped: Callable[[], bool] = lambda: False,
+        freed: Callable[[], None] = lambda: None,
     ) -> Cancellable | None:
-        """Bring what a ticket names into slots; `done` hears. Does not block. None: it is over."""
+        """Bring what a ticket names into slots; `done` hears. Does not block. None: it is over.
+
+        If what it hears is `stuck`, a copy hangs that may still touch slots, until `freed` is called: perhaps never.
+        """
         ...
 
     def same_pages(self, ticket: Ticket) -> bool:
@@ -141,13 +149,14 @@ class PoolSender:
         extras: Iterable[Extra] = (),
         salt: bytes | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        freed: Callable[[], None] = lambda: None,
     ) -> RunningHandoff | None:
         """Have every block of the prompt in the pool, and make the ticket; `done` hears of it. Does not block.
 
         `tokens` are the prompt, of which every position is computed; `slots` those of its blocks, the partial one
-        included. They may change as soon as `done` was called, whatever it is told. A request that is over with its
-        first token (`finish`) writes nothing and names no block: `done` has heard when this returns None. `stopped` is
-        asked before each job. Raises InvalidInput.
+        included. They may change as soon as `done` was called, whatever it is told but `stuck`: then when `freed` was.
+        A request that is over with its first token (`finish`) writes nothing and names no block: `done` has heard when
+        this returns None. `stopped` is asked before each job. Raises InvalidInput.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         prompt = name_prompt(tokens, identity=self._identity, nonce=nonce, salt=salt, extras=extras)
@@ -186,7 +195,7 @@ class PoolSender:
             tries=self._tries,
             number=self._caller.number,
         )
-        running = RunningHandoff(self._caller, export, ended, stopped)
+        running = RunningHandoff(self._caller, export, ended, stopped, freed)
         running.begin()
         return running
 
@@ -204,6 +213,7 @@ class PoolSender:
             detail=moved.detail,
             num_tries=moved.num_tries,
             seconds=seconds,
+            stuck=moved.stuck,
         )
 
 
@@ -269,13 +279,14 @@ class PoolReceiver:
         done: Callable[[Fetched | Missing], None],
         start_block: int = 0,
         stopped: Callable[[], bool] = lambda: False,
+        freed: Callable[[], None] = lambda: None,
     ) -> RunningHandoff | None:
         """Read all blocks that a ticket names into slots: all of them, or `done` hears Missing. Does not block.
 
         `slots` are for the blocks from `start_block` on, the partial one included; those before are there already. The
-        slots are the caller's to keep until `done` was called, and nothing writes to them after that. Where nothing is
-        to be read, or the ticket is refused, `done` has heard when this returns None. Raises InvalidInput where slots
-        and blocks differ.
+        slots are the caller's to keep until `done` was called, and nothing writes to them after that; if it was told
+        `stuck`, until `freed` was called. Where nothing is to be read, or the ticket is refused, `done` has heard when
+        this returns None. Raises InvalidInput where slots and blocks differ.
         """
         if len(slots) != ticket.num_blocks - start_block or start_block < 0:
             raise InvalidInput(f"{ticket.num_blocks} blocks from block {start_block} on, and {len(slots)} slots")
@@ -309,7 +320,7 @@ class PoolReceiver:
             tries=self._tries,
             number=self._caller.number,
         )
-        running = RunningHandoff(self._caller, machine, ended, stopped)
+        running = RunningHandoff(self._caller, machine, ended, stopped, freed)
         running.begin()
         return running
 
@@ -330,6 +341,7 @@ class PoolReceiver:
             detail=moved.detail,
             num_tries=moved.num_tries,
             seconds=seconds,
+            stuck=moved.stuck,
         )
 
     def _is_resharded(self, ticket: Ticket) -> bool:

@@ -5,7 +5,8 @@ carries that out is `runner.py`. What is particular to each end is in `exports.p
 
 Invariants:
 - One job at a time is under way, and the handoff is over only when it has ended: then nothing touches its slots (rule
-  2). A job that hangs in its copy does not end, and so neither does its handoff.
+  2). Of a job that hangs in its copy Stuck is heard; then the handoff is over too, LATE and `stuck`, and its slots are
+  in use (`uses_slots`) until that job ends, which may be never.
 - It is over once, with `moved`; after that events change nothing and nothing is said.
 - Everything is tried `num_tries` times at most, and nothing is begun behind the deadline.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidConfig, InvalidInput
-from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Load, Save
+from headwater.core.events import Cancel, Event, Instruction, Job, JobDone, JobFailed, Load, Save, Stuck
 from headwater.core.results import Reason
 from headwater.disagg.outcome import Moved, why_row
 from headwater.disagg.prompt import NamedPrompt
@@ -93,6 +94,11 @@ class Handoff(ABC):
         self._stopped = False
         self._worst: tuple[int, Reason, str] | None = None  # what was first wrong with the last block
 
+    @property
+    def uses_slots(self) -> bool:
+        """Whether a job is under way."""
+        return self._job is not None
+
     def begin(self, now_s: float) -> list[Instruction]:
         """The first instructions."""
         return self._try(now_s)
@@ -100,6 +106,12 @@ class Handoff(ABC):
     def handle(self, event: Event) -> list[Instruction]:
         """What follows from an event."""
         if self.moved is not None:
+            if isinstance(event, JobDone | JobFailed) and event.job == self._job:
+                self._job = None
+            return []
+        if isinstance(event, Stuck) and event.job == self._job:
+            self._pausing = False
+            self.moved = Moved(self._num_done, Reason.LATE, _HANGS, self._num_bytes, self._num_tries, stuck=True)
             return []
         if isinstance(event, Stopped):
             self._stopped = True
@@ -191,3 +203,4 @@ class Handoff(ABC):
 
 
 _UNWANTED = "nobody wants it any more"
+_HANGS = "a copy between the device and a page hangs"

@@ -20,6 +20,7 @@ class Moved:
     detail: str = ""  # for people
     num_bytes: int = 0
     num_tries: int = 1
+    stuck: bool = False  # a copy hangs that has slots behind these: they are not free yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Unsent:
     detail: str
     num_tries: int
     seconds: float
+    stuck: bool = False  # a copy hangs that may still read the slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Missing:
     detail: str
     num_tries: int
     seconds: float
+    stuck: bool = False  # a copy hangs that may still write to the slots from there on
 
 
 #: Worth another try, if there is time: what was bad was removed, what is missing may be on its way.
@@ -89,4 +92,5 @@ def why_row(reached: Reached) -> Reason | None:
         return None
     if reached.why is Reason.INCOMPLETE:
         return _STATUSES.get(reached.status, Reason.FAILED)
-    return Reason.LATE if reached.why in (Reason.SLICE_TIMEOUT, Reason.TOTAL_TIMEOUT) else reached.why
+    late = (Reason.SLICE_TIMEOUT, Reason.TOTAL_TIMEOUT, Reason.STUCK)
+    return Reason.LATE if reached.why in late else reached.why

@@ -5,7 +5,8 @@ pages, or on an executor of their own. Nothing here blocks but `close`, and noth
 a timer.
 
 Invariant: `done` is called once for each handoff that began, without a lock held, when none of its jobs touches a slot
-any more: in a thread of the executor, of a timer, or of who began or cancelled it.
+any more: in a thread of the executor, of a timer, or of who began or cancelled it. With one exception: a handoff that
+is stuck. Then `freed` is called, once and after `done`, when its job has ended; that may be never.
 """
 
 import threading
@@ -22,14 +23,21 @@ class RunningHandoff:
     """One handoff under way. `cancel` may come from any thread."""
 
     def __init__(
-        self, caller: Caller, machine: Handoff, done: Callable[[Moved], None], stopped: Callable[[], bool]
+        self,
+        caller: Caller,
+        machine: Handoff,
+        done: Callable[[Moved], None],
+        stopped: Callable[[], bool],
+        freed: Callable[[], None] = lambda: None,
     ) -> None:
         self._caller = caller
         self._machine = machine
         self._done = done
+        self._freed = freed
         self._stopped = stopped
         self._lock = threading.RLock()
         self._told = False
+        self._lent = False  # it was told that its slots are still in use
 
     def begin(self) -> None:
         """Begin. Once."""
@@ -47,14 +55,18 @@ class RunningHandoff:
             self._carry_out(deque(said))
             moved = self._machine.moved if not self._told else None
             self._told = self._told or moved is not None
+            freed = self._lent and not self._machine.uses_slots
+            self._lent = not freed and (self._lent or (moved is not None and moved.stuck))
         if moved is not None:
             self._done(moved)
+        if freed:
+            self._freed()
 
     def _carry_out(self, said: deque[Instruction]) -> None:
         while said:
             one = said.popleft()
             if isinstance(one, Job):
-                refused = self._caller.submit(one, self._take)
+                refused = self._caller.submit(one, self._take, self._take)
                 if refused is not None:
                     said.extend(self._machine.handle(refused))
             elif isinstance(one, Cancel):

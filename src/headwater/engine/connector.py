@@ -179,6 +179,21 @@ class Connector:
         request.num_committed = request.num_computed = 0
         return bill
 
+    def lend(self, request: Request) -> str:
+        """A copy that hangs may still touch a request's slots: it leaves without them. Returns whose they are now.
+
+        To the cache they are a request's until `give_back`, so nobody else gets them (rule 2).
+        """
+        name = self._name(request)
+        request.slots = ()
+        request.asked_s = 0.0
+        request.num_committed = request.num_computed = 0
+        return name
+
+    def give_back(self, name: str) -> None:
+        """What was lent is touched no more."""
+        self.cache.release(name)
+
     def throttle_saves(self, *, on: bool) -> None:
         """The engine is in a hurry, or not any more: what the cache writes can be written a little later."""
         self.cache.throttle_saves(on=on)

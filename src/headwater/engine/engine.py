@@ -220,7 +220,7 @@ class Engine(Closing):
             if self._scheduler.idle:
                 self._hurry(on=False)
             with self._lock:
-                while self._scheduler.idle and not self._inbox and not self._closing:
+                while self._scheduler.idle and not (self._inbox or self._closing or self._handover.has_freed):
                     self._lock.wait()
                 num_arrived = len(self._inbox)
                 closing = self._closing

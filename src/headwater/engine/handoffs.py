@@ -4,8 +4,9 @@
 ended since, in the engine's thread, which is woken for it. Not here: which requests, what follows from an outcome
 (`handover.py`), how bytes move (`disagg/handoff.py`).
 
-Invariants: whatever happens, a request that began comes out of `take`, once; until then its slots are in use. No thread
-of its own, and nothing blocks but `close`.
+Invariants: whatever happens, a request that began comes out of `take`, once; until then its slots are in use. Those of
+an outcome that is `stuck` are in use until it comes out of `take_freed` too. No thread of its own, and nothing blocks
+but `close`.
 """
 
 import logging
@@ -47,6 +48,7 @@ class Handoffs:
         self._sender = sender
         self._receiver = receiver
         self._ended: deque[tuple[Request, Outcome]] = deque()
+        self._freed: deque[Request] = deque()
         self._changed = threading.Condition()
         self._running: dict[Request, Cancellable | None] = {}
         self.on_end: Callable[[], None] = lambda: None  # called, from whatever thread, when a handoff has ended
@@ -77,6 +79,7 @@ class Handoffs:
                 finish=over,
                 salt=request.salt,
                 stopped=lambda: request.cancelled,
+                freed=lambda: self._free(request),
             )
 
         def failed(why: str) -> Outcome:
@@ -99,6 +102,7 @@ class Handoffs:
                 deadline=Deadline(until_s),
                 done=lambda outcome: self._end(request, outcome),
                 stopped=lambda: request.cancelled,
+                freed=lambda: self._free(request),
             )
 
         def failed(why: str) -> Outcome:
@@ -124,8 +128,20 @@ class Handoffs:
             self._ended.clear()
         return ended
 
+    @property
+    def has_freed(self) -> bool:
+        """Whether there is something for `take_freed`. From any thread."""
+        return bool(self._freed)
+
+    def take_freed(self) -> list[Request]:
+        """Requests whose handoff was stuck, and touches no slot any more. For the engine's thread, behind `take`."""
+        with self._changed:
+            freed = list(self._freed)
+            self._freed.clear()
+        return freed
+
     def close(self) -> None:
-        """Cancel what is under way. Blocks until nobody touches a slot any more: soon, unless a copy hangs."""
+        """Cancel what is under way. Blocks until it has ended: soon, or, where a copy hangs, by its deadline."""
         with self._changed:
             requests = list(self._running)
         for request in requests:
@@ -147,6 +163,11 @@ class Handoffs:
         with self._changed:
             if request in self._running:
                 self._running[request] = running
+
+    def _free(self, request: Request) -> None:
+        with self._changed:
+            self._freed.append(request)
+        self.on_end()
 
     def _end(self, request: Request, outcome: Outcome) -> None:
         with self._changed:

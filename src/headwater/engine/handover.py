@@ -11,6 +11,8 @@ Invariants:
 - The first token of one that came is told when everything before it is in its slots, loaded, fetched or computed. What
   fails before that fails without a token.
 - A request whose slots a job may touch is neither preempted nor released; a cancel waits for the job's end (rule 2).
+  If the job's copy hangs, the request leaves without its slots, which are used again when the job has ended: a prompt
+  that was taken over is computed in others, or refused; one that was to be sent fails.
 """
 
 import time
@@ -61,6 +63,7 @@ class Handover:
         self._stops = stops
         self._tell = tell
         self._tell_end = tell_end
+        self._lent: dict[Request, str] = {}  # whose slots a copy that hangs has, and their name in the cache
         self._num_news = 1  # how often the cache heard something,
         self._num_seen = 0  # and as it was when it was last asked who is being saved
         if handoffs is not None:
@@ -93,6 +96,11 @@ class Handover:
         """Whether this engine hands anything over at all."""
         return self._handoffs is not None
 
+    @property
+    def has_freed(self) -> bool:
+        """Whether slots that were lent to a copy that hung can be used again. From any thread."""
+        return self._handoffs is not None and self._handoffs.has_freed
+
     def go_on(self) -> None:
         """Begin handoffs that are due, and take in those that have ended."""
         if self._handoffs is None:
@@ -110,10 +118,17 @@ class Handover:
             self._pace.done_s = time.monotonic()
             request.num_pool_bytes = outcome.num_bytes if isinstance(outcome, Sent | Fetched) else 0
             self._count(outcome)
+            if isinstance(outcome, Missing | Unsent) and outcome.stuck:
+                if isinstance(outcome, Missing):  # what came before is right, and need not be computed again
+                    self._connector.taken(request, outcome.first_block * self._connector.block_tokens)
+                self._lent[request] = self._connector.lend(request)
             if isinstance(request.handoff, Sending):
                 self._sent(request, outcome)
             elif isinstance(request.handoff, Taking):
                 self._fetched(request, request.handoff, outcome)
+        for request in self._handoffs.take_freed():
+            if request in self._lent:
+                self._connector.give_back(self._lent.pop(request))
 
     # --- to be sent ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +216,12 @@ class Handover:
         num_ready = self._connector.num_ready(request)
         if num_ready is None:
             if self._connector.stuck(request):
-                self._stuck(request, taking)
+                why, seconds = (
+                    "a copy to the device hangs",
+                    time.monotonic() - (request.admitted_s or request.arrived_s),
+                )
+                missing = Missing(first_block=0, reason=Reason.LATE, detail=why, num_tries=1, seconds=seconds)
+                self._stuck(request, taking, missing)
             return
         if num_ready < taking.ticket.num_blocks:
             request.phase = RequestPhase.FETCHING
@@ -209,8 +229,8 @@ class Handover:
         else:
             self._fetched(request, taking, Fetched(num_blocks=0, num_bytes=0, num_tries=0, seconds=0.0))
 
-    def _stuck(self, request: Request, taking: Taking) -> None:
-        """What the cache was bringing may never come: compute it, in other slots, if that is allowed."""
+    def _stuck(self, request: Request, taking: Taking, missing: Missing) -> None:
+        """What was being brought may never come: compute it, in other slots, if that is allowed."""
         if request.cancelled:
             self._end(request, Finish.CANCELLED)
         elif taking.recompute:
@@ -218,14 +238,15 @@ class Handover:
             request.tokens.append(taking.ticket.first.token)
             self._scheduler.begin_anew(request)
         else:
-            why, seconds = "a copy to the device hangs", time.monotonic() - (request.admitted_s or request.arrived_s)
-            missing = Missing(first_block=0, reason=Reason.LATE, detail=why, num_tries=1, seconds=seconds)
-            self._end(request, Finish.FAILED, f"the pool did not give the prompt back: {why}", missing)
+            self._end(request, Finish.FAILED, f"the pool did not give the prompt back: {missing.detail}", missing)
 
     def _fetched(self, request: Request, taking: Taking, outcome: Outcome) -> None:
         request.pool_s = time.monotonic() - (request.admitted_s or request.arrived_s)
         if request.cancelled:
             self._end(request, Finish.CANCELLED)
+            return
+        if isinstance(outcome, Missing) and outcome.stuck:
+            self._stuck(request, taking, outcome)
             return
         if isinstance(outcome, Missing):
             if not taking.recompute or outcome.reason is Reason.REFUSED:

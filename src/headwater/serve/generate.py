@@ -124,7 +124,8 @@ class Reply:
         if usage is None:
             return None
         phases = phases_of(usage, self._answer.handoff)
-        return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases)
+        paces = self._service.running.cache.paces()
+        return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases, paces)
 
     def _name(self, token: int) -> str:
         return token_id(token) if self._asked.tokens_as_ids else self._service.token_names(token)

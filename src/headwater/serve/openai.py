@@ -184,8 +184,17 @@ def token_counts(num_prompt: int, num_tokens: int) -> Document:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
 
 
-def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str], phases: Mapping[str, float]) -> Document:
-    """What an answer of `num_tokens` cost; `tiers` are those of the cache, the device first."""
+def usage_document(
+    usage: Usage,
+    num_tokens: int,
+    tiers: Sequence[str],
+    phases: Mapping[str, float],
+    paces: Mapping[str, tuple[float, float]],
+) -> Document:
+    """What an answer of `num_tokens` cost; `tiers` are those of the cache, the device first.
+
+    `paces`: what a load from a tier takes to start, and each GiB, as the cache believes now.
+    """
     return {
         **token_counts(usage.prompt_tokens, num_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -196,8 +205,15 @@ def usage_document(usage: Usage, num_tokens: int, tiers: Sequence[str], phases: 
             "total_s": usage.total_s,
             "preemptions": usage.preemptions,
             "phases": dict(phases),
+            "load_paces": {
+                tier: {"start_s": _short(start_s), "gib_s": _short(gib_s)} for tier, (start_s, gib_s) in paces.items()
+            },
         },
     }
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.3g}")
 
 
 def dump(value: object) -> bytes:

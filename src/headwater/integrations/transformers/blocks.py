@@ -27,11 +27,12 @@ from headwater.build.tiered import open_staging
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import HeadwaterError, HostTierUnavailable
 from headwater.core.identity import CacheIdentity
+from headwater.core.results import Reason
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import Store
 from headwater.transfer.device.arena import DeviceCache, create_kv_cache
-from headwater.transfer.executor.sliced import Reached, Why
+from headwater.transfer.executor.sliced import Reached
 
 log: Final = logging.getLogger("headwater")
 
@@ -123,7 +124,7 @@ class CacheBlocks:
         until_s = time.monotonic() + timeout_s
         path = tokens[: num_blocks * self.layout.block_tokens]
         matched = self._match(run, path, timeout_s)
-        if matched.why not in (Why.WHOLE, Why.INCOMPLETE):
+        if matched.why not in (Reason.WHOLE, Reason.INCOMPLETE):
             return BlocksMoved(0, _said(matched, ""))
         states, done = _states(cache), matched.num_blocks
         while done < num_blocks:
@@ -231,5 +232,5 @@ def _states(cache: Any) -> list[torch.Tensor]:
 
 def _said(reached: Reached, incomplete: str) -> str:
     """Why no more blocks came or went, in words."""
-    said = incomplete if reached.why is Why.INCOMPLETE else reached.why.value.replace("_", " ")
+    said = incomplete if reached.why is Reason.INCOMPLETE else reached.why.value.replace("_", " ")
     return f"{said} ({reached.detail})" if reached.detail else said

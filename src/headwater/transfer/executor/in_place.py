@@ -6,7 +6,8 @@ copied, a row at a time, while the next row is being looked up; what arrives is 
 pages' headers vouch for.
 
 Rules kept here: a slot goes back only when no copy can write to it any more (3); a page is believed for what its copy's
-digests prove (4, 5); what was published is contiguous. Not here: threads, deadlines that pass while a call hangs.
+digests prove (4, 5); what was published is contiguous. A load that loses its store in the middle keeps what it has. Not
+here: threads, deadlines that pass while a call hangs.
 """
 
 import logging
@@ -30,7 +31,7 @@ from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import InPlace, Staging
 from headwater.transfer.executor.tier import Naming, TierStore
-from headwater.transfer.executor.trouble import StoreTrouble, call, is_trouble, require
+from headwater.transfer.executor.trouble import StoreTrouble, call, fill, is_trouble, require
 
 if TYPE_CHECKING:
     from headwater.transfer.device.copy_queue import Transfer
@@ -100,26 +101,39 @@ class InPlaceJobs:
     def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[Status]:
         """All blocks, in rows: while one is on its way the next is looked up.
 
-        Blocks. Raises JobTrouble, or what staging raises.
+        Loses it its store at a later row, what came before that counts, and the rest is "failed". Blocks. Raises
+        JobTrouble, or what staging raises.
         """
         results: list[Status] = [Status.LATE] * len(names)
         begun: list[_Row] = []
+        trouble: StoreTrouble | None = None
         try:
             for start, end in pairwise(self._cut(len(names))):
                 if not self._begin_row(job, order, names[start:end], start, results, begun):
                     break
+        except StoreTrouble as error:
+            trouble = error
         finally:
             for row in begun:
                 self._see_through(job, row.transfer)
-        for row in begun:
-            if not row.transfer.complete:
-                break
-            num_good = row.transfer.num_good
-            settle = partial(self._tiers[order.store].reader.settle, row.loans, num_good, deadline=job.deadline)
-            results[row.start : row.start + len(row.loans)] = call(order.store, settle)
-            job.num_bytes += self._moved(order.store, "out", num_good)
-            if num_good < len(row.loans):
-                break
+        num_done = 0  # blocks in a row that the store was at hand for
+        try:
+            for row in begun:
+                if not row.transfer.complete:
+                    break
+                num_good = row.transfer.num_good
+                settle = partial(self._tiers[order.store].reader.settle, row.loans, num_good, deadline=job.deadline)
+                results[row.start : row.start + len(row.loans)] = call(order.store, settle)
+                job.num_bytes += self._moved(order.store, "out", num_good)
+                if num_good < len(row.loans):
+                    break
+                num_done = row.start + len(row.loans)
+        except StoreTrouble as error:
+            trouble = error
+        if trouble is not None and results[num_done] is Status.LATE:
+            if not num_done:
+                raise trouble
+            return fill(results, num_done, Status.FAILED)
         return fill_behind(results, Status.HIT, Status.MISS)
 
     def _cut(self, num_pages: int) -> list[int]:

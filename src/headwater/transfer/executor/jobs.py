@@ -245,7 +245,7 @@ class JobRunner:
                     got = self._read_source(job, items) if demoting else source.read(items, job.deadline)
                     num_hits = _leading_hits(got)
                     if not self._ledger.goes_on(job):
-                        break
+                        return fill(results, done, Status.MISS, todo) if demoting else results
                     statuses = target.put(items[:num_hits], job.deadline)
                 except StoreTrouble:
                     if not done:
@@ -259,8 +259,8 @@ class JobRunner:
             if not all(status.held for status in statuses):
                 return fill(results, done, Status.NO_PARENT, todo)
             if num_hits < len(got):
-                lacking = Status.MISS if demoting else Status.FAILED
-                return fill(results, done, Status.LATE if got[num_hits] is Status.LATE else lacking, todo)
+                late = got[num_hits] is Status.LATE  # of a Demote that is its source's fault, as whatever else it says
+                return fill(results, done, Status.MISS if demoting else Status.LATE if late else Status.FAILED, todo)
         return results
 
     # --- pages --------------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ class Ledger:
         """A job is alive from now on. The lock is held."""
         self.live[job.order.job] = job
 
-    def fail(self, job: JobState, failure: Reason, why: str, *, on_device: bool = False) -> None:
+    def fail(
+        self, job: JobState, failure: Reason, why: str, *, on_device: bool = False, elsewhere: bool = False
+    ) -> None:
         """End a job without a result, now or when its copy is over; one that ended stays ended. The lock is held."""
         if job.ended:
             return
@@ -98,14 +100,21 @@ class Ledger:
             return
         self._end(job)
         self.say(
-            JobFailed(now_s=self._clock.monotonic(), job=job.order.job, failure=failure, why=why, on_device=on_device)
+            JobFailed(
+                now_s=self._clock.monotonic(),
+                job=job.order.job,
+                failure=failure,
+                why=why,
+                on_device=on_device,
+                elsewhere=elsewhere,
+            )
         )
         self._count(job, failure.value)
 
     def give_up(self, job: JobState, why: str) -> None:
         """End a job whose time is over: LATE, or, of a Load that found a bad page, with what it found. Lock held."""
         if job.judged is None or job.ended or job.copying:
-            self.fail(job, Reason.LATE, why)
+            self.fail(job, Reason.LATE, why, elsewhere=job.at_source)
         else:
             self._done(job, job.judged)
 

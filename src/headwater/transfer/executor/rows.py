@@ -7,7 +7,9 @@ business.
 
 Invariants:
 - The result counts blocks from the row's first, without a gap (`sliced.py`).
-- `write` and `read` return by the total deadline + the executor's grace + one copy, and touch no slot after that.
+- `write` and `read` return by the total deadline + the executor's grace, and touch no slot after that, with one
+  exception: a slice whose copy hangs. Then they say STUCK, and its slots are lent (`lent_slots`) until the copy ends;
+  rows with such slots are refused (rule 2).
 """
 
 import logging
@@ -16,7 +18,7 @@ from typing import Final
 
 from headwater.config.writes import WriteConfig
 from headwater.core.errors import InvalidInput
-from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save
+from headwater.core.events import NO_TENANT, JobFailed, Load, Probe, Save, Stuck
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.transfer.executor.caller import Caller
@@ -40,6 +42,8 @@ class Rows:
             return Reached(0, Reason.WHOLE)
         order = Probe(job=self._caller.number(), store=self.store, keys=tuple(keys), deadline_s=until_s)
         end = self._caller.call(order)
+        if isinstance(end, Stuck):  # a question has no slots: that is all there is to say
+            return Reached(0, Reason.TOTAL_TIMEOUT, "the executor does not answer")
         if isinstance(end, JobFailed):
             late = end.failure is Reason.LATE
             return Reached(0, Reason.TOTAL_TIMEOUT if late else end.failure, end.why)
@@ -71,6 +75,7 @@ class Rows:
             parent=parent,
             depth=depth,
             tenant=tenant,
+            awaited=True,
         )
         return self._run("write", SlicedRow(order, self._config, self._caller.number, depth=depth), depth, stopped)
 
@@ -86,10 +91,14 @@ class Rows:
         """Read a row of blocks into device slots, verified. Blocks, by the deadlines; raises InvalidInput only.
 
         Slots behind the result are as they were, but for one slice's where the device failed, the store hung or a page
-        was bad.
+        was bad. STUCK: those of one slice may still be written to, as long as they are among `lent_slots`.
         """
         order = Load(job=0, store=self.store, keys=tuple(keys), deadline_s=self._until_s(timeout_s), slots=tuple(slots))
         return self._run("read", SlicedRow(order, self._config, self._caller.number, depth=depth), depth, stopped)
+
+    def lent_slots(self) -> frozenset[int]:
+        """Slots that copies which hang may still write to or read: nobody may use them. Does not block."""
+        return self._caller.lent_slots()
 
     def _until_s(self, timeout_s: float | None) -> float:
         timeout_s = self._config.total_timeout_s if timeout_s is None else timeout_s
@@ -100,12 +109,21 @@ class Rows:
     def _run(self, call: str, row: SlicedRow, depth: int, stopped: Callable[[], bool]) -> Reached:
         """Do it, and say in the log and the counters what came of it: once."""
         clock = self._caller.clock
+        lent = self._caller.lent_slots().intersection(row.order.slots)
+        if lent:
+            raise InvalidInput(
+                f"a copy that hangs may still touch slots {sorted(lent)}: take others until it has ended"
+            )
         while not row.over:
             if stopped():
                 row.stop()
             job = row.next_job(clock.monotonic())
             if job is not None:
-                row.heard(self._caller.call(job), clock.monotonic())
+                said = self._caller.call(job)
+                if isinstance(said, Stuck):
+                    row.stick()
+                else:
+                    row.heard(said, clock.monotonic())
         reached = row.reached
         self._caller.metrics.count("sliced_total", tier=self.store, call=call, why=reached.why.value)
         log.log(

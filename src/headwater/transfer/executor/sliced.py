@@ -100,6 +100,10 @@ class SlicedRow:
         if not self.over:
             self._end(Reason.CANCELLED, "nobody wants the rest")
 
+    def stick(self) -> None:
+        """The copy of the slice that is under way hangs, and its slots are lent."""
+        self._end(Reason.STUCK, "a copy did not end in time, and has the slots of its slice until it does")
+
     def _time_out(self, detail: str, now_s: float) -> None:
         """Some time is over: the slice's, or the total."""
         self._end(Reason.TOTAL_TIMEOUT if now_s >= self.order.deadline_s else Reason.SLICE_TIMEOUT, detail)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Final
 
-from headwater.core.events import Load, Stuck
+from headwater.core.events import Stuck, is_waited_for
 from headwater.core.results import Reason
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
@@ -135,7 +135,7 @@ class Watchdog:
         if job.copying:
             kind, why = "copy_stuck", "a copy did not end in time"
         self._ledger.give_up(job, why)
-        if job.copying and isinstance(job.order, Load):
+        if job.copying and is_waited_for(job.order):
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
         queue.stick(job)
         self._ledger.stuck.add(job)

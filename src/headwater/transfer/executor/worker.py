@@ -12,7 +12,7 @@ job does is in `jobs.py`, how it ends in `ledger.py`, who gets which page in `pa
 Invariants:
 - Every job that `submit` took ends with exactly one JobDone or JobFailed, by its deadline + `grace_s`, whatever a store
   or the listener does, `close` included. One exception: a job that copies from or to slots then ends with its copy. If
-  it is a Load, Stuck is said then, so that nobody waits for a copy that hangs.
+  it is waited for, Stuck is said then, so that nobody waits for a copy that hangs.
 - A queued job whose deadline passes is LATE and never begins. A job whose store call does not return is LATE; the
   pages that the call was given stay its own until it returns (rule 3), and then go back without being used.
 - After the end of a job none of its slots is read or written any more (rule 2).
@@ -316,8 +316,9 @@ class Worker:
     def _fail(self, job: JobState, failure: Reason, why: str) -> None:
         """End a job, wherever it is. The lock is held."""
         self._queues[queue_of(job.order)].remove(job)
-        self._waiting.get(_after(job.order), {}).pop(job.order.job, None)  # what it waits for may take for ever
-        self._ledger.fail(job, failure, why)
+        waiting = self._waiting.get(_after(job.order), {})
+        waits = waiting.pop(job.order.job, None) is not None  # and what it waits for may take for ever
+        self._ledger.fail(job, failure, why, elsewhere=waits)
 
     # --- a store's threads --------------------------------------------------------------------------------------------
 

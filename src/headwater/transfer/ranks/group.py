@@ -14,7 +14,8 @@ Invariants:
 - A rank that fails counts zero at once, and one that has not answered by the deadline then, whatever it says later. It
   is cancelled first; a Probe, Demote or Promote then ends, LATE. A Load or a Save touches slots: it ends when every
   rank has said done or cancelled, or is dead, and not before (rule 2). A `Worker` of this process says so by itself,
-  unless its copy hangs; another process may be stopped for ever. Both make a Load Stuck, which is said once.
+  unless its copy hangs; another process may be stopped for ever. Both make a job Stuck that somebody waits for, which
+  is said once.
 - A rank that says nothing for `lost_after_s` after that is *silent*, and one whose process ended is *dead*. Both are
   told, and while there is one no job begins: each fails at once, and names it. A silent rank is killed where that was
   allowed (`RemoteExecutor.kill`), which ends what it owes (a Load is Stuck only if it is not dead soon); if it answers
@@ -48,6 +49,7 @@ from headwater.core.events import (
     StoreOff,
     StoreOn,
     Stuck,
+    is_waited_for,
 )
 from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
@@ -298,8 +300,8 @@ class Ranks:
             self._ledger.say(Copied(now_s=self._clock.monotonic(), job=job.order.job))
 
     def _say_stuck(self, job: GroupJob) -> None:
-        """Say once that nobody is to wait for a Load."""
-        if isinstance(job.order, Load) and not (job.said_stuck or job.told):
+        """Say once that nobody is to wait for a job."""
+        if is_waited_for(job.order) and not (job.said_stuck or job.told):
             job.said_stuck = True
             self._ledger.say(Stuck(now_s=self._clock.monotonic(), job=job.order.job))
             self._ledger.changed.notify_all()

@@ -49,6 +49,7 @@ class GroupResult:
     failure: Reason | None = None
     why: str = ""
     on_device: bool = False  # wherever it failed, it was the device
+    elsewhere: bool = False  # wherever it failed, its store was not reached
     num_bytes: int = 0
     seconds: float = 0.0
     blamed: tuple[Blame, ...] = ()
@@ -56,7 +57,8 @@ class GroupResult:
     def end(self, job: int, now_s: float) -> JobDone | JobFailed:
         """The event that tells it."""
         if self.failure is not None:
-            return JobFailed(now_s=now_s, job=job, failure=self.failure, why=self.why, on_device=self.on_device)
+            facts = {"on_device": self.on_device, "elsewhere": self.elsewhere}
+            return JobFailed(now_s=now_s, job=job, failure=self.failure, why=self.why, **facts)
         return JobDone(now_s=now_s, job=job, results=self.results, num_bytes=self.num_bytes, seconds=self.seconds)
 
 
@@ -83,8 +85,9 @@ def agree(order: Job, answers: Sequence[RankAnswer]) -> GroupResult:
         why = "; ".join(f"rank {one.rank}: {one.why}" for one in said)
         failed = [one.end for one in answers if _failure(order, one.end) is not None]
         on_device = all(isinstance(end, JobFailed) and end.on_device for end in failed)
+        elsewhere = all(isinstance(end, JobFailed) and end.elsewhere for end in failed)
         blamed = tuple(one for one in named if one.reason != Reason.CANCELLED)
-        return GroupResult((), failure, why, on_device=on_device, blamed=blamed)
+        return GroupResult((), failure, why, on_device=on_device, elsewhere=elsewhere, blamed=blamed)
     done = [(answer, answer.end) for answer in answers if isinstance(answer.end, JobDone)]
     by_page: dict[object, int] = {}
     for answer, end in done:  # a page that several ranks read is one page
