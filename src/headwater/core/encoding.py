@@ -13,6 +13,7 @@ from headwater.core.errors import InvalidInput
 from headwater.core.events import (
     Arrived,
     Cancel,
+    Claimed,
     Copied,
     Demote,
     Event,
@@ -45,7 +46,7 @@ from headwater.core.results import JOB_FAILURES, Reason, Status
 _KINDS: Final[dict[str, type[Event | Instruction]]] = {
     kind.__name__: kind
     for kind in (
-        *(Arrived, Wanted, Lent, Filled, GaveUp, Left, Paced, Vacated),
+        *(Arrived, Wanted, Lent, Filled, Claimed, GaveUp, Left, Paced, Vacated),
         *(Copied, Stuck, JobDone, JobFailed, StoreOff, StoreOn),
         *(Probe, Load, Save, Demote, Promote, Cancel, Granted, Finished, Tell, Stored, Removed, TierLost),
     )
