@@ -104,6 +104,7 @@ def bench_meet(
         str, typer.Option(metavar="X,...", help="What loading takes, as multiples of computing.")
     ] = "0.1,0.5,1,2,8",
     rounds: Rounds = 4,
+    block_ms: Annotated[float, typer.Option(help="Computing a block takes at least so long: a slower device.")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Time to the first token of a stored prompt: computed, loaded, and with compute meeting load in the middle."""
@@ -117,6 +118,7 @@ def bench_meet(
         step_tokens=step,
         paces=tuple(decimals("paces", paces)),
         rounds=rounds,
+        block_ms=block_ms,
     )
     _measure(lambda tell: meet.run(options, tell=tell), as_json=as_json)
 

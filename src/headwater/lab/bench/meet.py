@@ -4,11 +4,15 @@ A whole engine with random weights, over a store that is slowed down to a few pa
 given multiple of what computing it takes. At each pace the same two prompts take turns on a device that holds only one
 of them. Loading alone is the cache's whole load, whatever it costs; meeting is what the cache does by itself, by what
 it has measured. The ratio is to the better of the two alone, all in one run.
+
+Where other work shares the machine, computing takes two or three times as long from one prompt to the next. With
+`block_ms` a block takes at least so long to compute, and the processor sleeps: then the figures are of the way that it
+is done, and not of who else was there.
 """
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +25,14 @@ from headwater.core.errors import InvalidConfig
 from headwater.engine.connector import Connector
 from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.make_model import random_model
-from headwater.engine.models.base import Model
+from headwater.engine.models.base import Computed, Model, Span
 from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.ttft import COMMON, SHAPES, TtftServer, make_prompt
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Store
 from headwater.storage.scratch import limit_for, memory_root
 from headwater.testing.faulty_stores import ThrottledStore
-from headwater.transfer.device.arena import create_host_cache, create_kv_cache
+from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.executor.staging import TorchStaging
 
 _TIER: Final = "slow"
@@ -55,6 +59,7 @@ class MeetOptions:
     step_tokens: int = 1024
     paces: tuple[float, ...] = (0.1, 0.5, 1.0, 2.0, 8.0)
     rounds: int = 4
+    block_ms: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -64,11 +69,37 @@ class MeetOptions:
             raise InvalidConfig("a prompt has at least one block, and token counts and rounds are positive")
         if not self.paces or min(self.paces) <= 0:
             raise InvalidConfig("at least one pace, and all above 0")
+        if not 0 <= self.block_ms < float("inf"):
+            raise InvalidConfig(f"a block cannot take {self.block_ms} ms to compute")
 
     @property
     def num_blocks(self) -> int:
         """Full blocks of a prompt."""
         return self.tokens // self.block_tokens
+
+
+class _SlowedModel(Model):
+    """A model whose steps take at least so long for each token. Owns nothing."""
+
+    def __init__(self, model: Model, token_s: float) -> None:
+        self.name, self.identity, self.layout = model.name, model.identity, model.layout
+        self.block_tokens, self.vocab_size, self.max_positions = (
+            model.block_tokens,
+            model.vocab_size,
+            model.max_positions,
+        )
+        self.eos_ids, self.device, self.dtype = model.eos_ids, model.device, model.dtype
+        self._model = model
+        self._token_s = token_s
+
+    def forward(
+        self, planes: DeviceCache, spans: Sequence[Span], *, before_layer: Callable[[int], None] | None = None
+    ) -> Computed:
+        """Compute, and sleep for the rest of the time."""
+        until_s = time.perf_counter() + self._token_s * sum(len(span.tokens) for span in spans)
+        computed = self._model.forward(planes, spans, before_layer=before_layer)
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+        return computed
 
 
 class _LoadsAll(Connector):
@@ -109,13 +140,15 @@ def _serving(
 def run(options: MeetOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for a minute, or minutes on a large shape."""
     options = options if options is not None else MeetOptions()
-    model = random_model(
+    model: Model = random_model(
         {**COMMON, **SHAPES[options.shape]},
         name=options.shape,
         device=options.device,
         dtype="bf16" if options.device != "cpu" else "fp32",
         block_tokens=options.block_tokens,
     )
+    if options.block_ms:
+        model = _SlowedModel(model, options.block_ms / 1e3 / options.block_tokens)
     samples = Samples()
     num_pages = (3 + _NUM_WARM * (1 + len(options.paces))) * (options.num_blocks + 2)
     limit = limit_for(frame_bytes=frame_bytes(model.layout.plane_bytes), num_pages=num_pages)
