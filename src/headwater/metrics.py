@@ -69,7 +69,8 @@ _DECLARED: Final = (
     (
         COUNTER,
         "miss_tokens_total{reason}",
-        "Prompt tokens to be computed: never_stored, evicted, failed, corrupt, too_late, not_worth_it",
+        "Prompt tokens to be computed: never_stored, evicted, failed, corrupt, too_late, not_worth_it, "
+        "computed_meanwhile",
     ),
     (COUNTER, "saved_seconds_total", "Seconds of computing that hits made unnecessary, less the waiting, as estimated"),
     (COUNTER, "lost_seconds_total", "Seconds that requests waited beyond what computing would have taken"),
@@ -84,6 +85,8 @@ _DECLARED: Final = (
         "The same by tier, where its share of the waiting was more; none: it was waited, and nothing was loaded",
     ),
     (COUNTER, "waited_seconds_total", "Seconds that requests waited for the cache: what the saved ones cost"),
+    (COUNTER, "split_loads_total", "Requests that computed the front of what was stored while its end was loaded"),
+    (COUNTER, "split_blocks_total{how}", "Their stored blocks, by how the request got them: loaded, computed"),
     # Tiers, and the jobs that move blocks between them.
     (COUNTER, "jobs_total{tier,job,outcome}", "Jobs that ended, by outcome"),
     (HISTOGRAM, "job_seconds{tier,job}", "Seconds from a job's start to its end"),

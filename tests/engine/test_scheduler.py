@@ -28,6 +28,8 @@ class Room:
         self.loading: set[Request] = set()
         self.first_layer: set[Request] = set()
         self.silent: set[Request] = set()
+        self.reaches: dict[Request, int] = {}  # up to which token a request that meets may compute
+        self.hanging: set[Request] = set()
 
     def ask(self, request: Request, now_s: float) -> None:
         self.asked.append(request)
@@ -51,7 +53,10 @@ class Room:
         return True
 
     def stuck(self, request: Request) -> bool:
-        return False
+        return request in self.hanging
+
+    def reach(self, request: Request, num_tokens: int) -> int:
+        return min(self.reaches[request], len(request.tokens), request.num_computed + num_tokens)
 
     def coming(self, request: Request) -> bool:
         if request not in self.first_layer:
@@ -524,3 +529,41 @@ def test_a_stream_of_newcomers_keeps_nobody_of_a_large_submission_out_for_ever()
         submit(made, 1, f"new{turn}-")
         done += [request for request, _, _ in step(made, room)]
     assert set(many) <= set(done)  # one in each round, however many others are in it
+
+
+# --- what lies behind is being loaded ---------------------------------------------------------------------------------
+
+
+def test_who_meets_computes_as_far_as_it_may_and_others_have_the_rest() -> None:
+    room, first, second = Room(), ask(20), ask(20)
+    made = scheduler(room, first, second)
+    room.reaches[first] = 4
+    assert step(made, room) == [(first, 0, 8)]
+    first.num_computed, first.meets = 0, True
+    assert step(made, room) == [(first, 0, 4), (second, 0, 4)]
+    assert step(made, room) == [(second, 4, 12)], "it stands before what is on its way"
+    first.num_computed, first.meets = 16, False  # that has come
+    assert step(made, room) == [(first, 16, 20), (second, 12, 16)]
+
+
+def test_who_meets_asks_before_its_last_token_too() -> None:
+    """One that comes back, and has all but its newest token: the block of that one may be on its way."""
+    room, request = Room(), ask(8)
+    made = scheduler(room, request)
+    generating(made, room, request)
+    request.meets, room.reaches[request] = True, request.num_computed
+    assert step(made, room) == []
+    room.reaches[request] = 100
+    assert step(made, room) == [(request, 8, 9)]
+
+
+def test_who_comes_to_a_row_that_hangs_begins_anew_and_computes_all() -> None:
+    room, request = Room(), ask(20)
+    made = scheduler(room, request)
+    step(made, room)
+    request.meets, room.reaches[request] = True, 12
+    room.hanging.add(request)
+    assert step(made, room) == [(request, 8, 12)], "it has not come there yet"
+    assert step(made, room) == []
+    assert (request.phase, request.computes_all, request.preemptions) == (RequestPhase.WAITING, True, 1)
+    assert request not in room.held

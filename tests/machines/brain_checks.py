@@ -110,6 +110,8 @@ def check_guest(world: "World", guest: "WorldRequest") -> None:
         return
     assert record.reserved
     assert guest.ready == (record.ready_s is not None), "ready, and is not"
+    rows = record.meeting.rows if record.meeting is not None else []
+    assert [row.job for row in rows] == [row.order.job for row in guest.rows], "rows lost, or kept"
     assert len(held) == guest.num_done
     table = guest.table[: guest.num_done]
     assert [world.content[slot] for slot in table] == guest.keys[: guest.num_done], "its own bytes changed"
@@ -193,7 +195,7 @@ def check_loads(world: "World", guest: "WorldRequest", promised: str = "") -> No
     tiers = [tier for tier in world.brain.tiers.values() if guest.keys[guest.base] in guest.said.get(tier.name, ())]
     up = [tier.name for tier in tiers if tier.state is BreakerState.CLOSED]
     free_of_charge = world.brain.cost.row_s(0, 1 << 20) == 0  # to compute: then to load pays always
-    assert guest.loads or not up or not (free_of_charge or promised), "a hit that nobody wanted"
+    assert guest.loads or guest.rows or not up or not (free_of_charge or promised), "a hit that nobody wanted"
 
 
 def check_bill(world: "World", one: ev.Finished, guest: "WorldRequest") -> None:

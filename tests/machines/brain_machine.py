@@ -157,7 +157,7 @@ class BrainMachine(RuleBasedStateMachine):
         if guest := stage(2):
             self.finish(lambda errand: errand.guest is guest and isinstance(errand.order, ev.Probe))
         if (guest := stage(3)) and guest.table is None:
-            world.want(guest, len(guest.keys) + more)
+            world.want(guest, len(guest.keys) + more, meet=dice.random() < 0.7)
         if guest := stage(4):
             self.finish(lambda errand: errand.guest is guest and isinstance(errand.order, ev.Load))
         if (guest := stage(5)) and guest.ready:
@@ -187,7 +187,7 @@ class BrainMachine(RuleBasedStateMachine):
             most = num_slots + (dice.random() < 0.1)
             num_blocks = max(0, min(len(guest.keys) + dice.choice((-2, -1, 0, 0, 0, 1, 2, 3, 99)), most))
             promised = dice.choice(list(self.world.stores)) if self.world.stores and dice.random() < 0.15 else ""
-            self.world.want(guest, num_blocks, load=dice.random() < 0.8, promised=promised)
+            self.world.want(guest, num_blocks, load=dice.random() < 0.8, promised=promised, meet=dice.random() < 0.7)
 
     def squeeze(self, which: int, path: str, dice: random.Random) -> None:
         """A request wants all slots there are; all who wait ask again; it may leave, and they ask once more."""
@@ -301,6 +301,7 @@ class BrainMachine(RuleBasedStateMachine):
         world.refuse(ev.Wanted(now_s=now_s, request="nobody", num_blocks=1))
         world.refuse(ev.StoreOff(now_s=now_s, store="nowhere", why=""))
         world.refuse(ev.Paced(now_s=now_s, base_s=-1.0, slope_s=0.0))
+        world.refuse(ev.Claimed(now_s=now_s, request="nobody", num_blocks=1))
         if job not in world.errands:
             world.ignore(ev.Copied(now_s=now_s, job=job))
             world.ignore(ev.Stuck(now_s=now_s, job=job))
@@ -314,6 +315,8 @@ class BrainMachine(RuleBasedStateMachine):
             if guest.ready and guest.num_done >= guest.num_prompt:
                 keys = tuple(path_keys([8] * (len(guest.table or ()) - guest.num_done + 1)))
             world.refuse(ev.Filled(now_s=now_s, request=guest.name, keys=keys))
+            if not guest.ready:
+                world.refuse(ev.Claimed(now_s=now_s, request=guest.name, num_blocks=1))
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,9 @@ class WorldRequest:
     base: int = 0  # blocks that were on the device then
     num_done: int = 0  # leading blocks that are loaded or computed
     loads: list[Errand] = field(default_factory=list)
+    rows: list[Errand] = field(default_factory=list)  # of a meeting: on their way, or there and not entered; by depth
+    low: int = 1 << 30  # where the lowest of its rows began
+    claimed: int = 0  # blocks before this it computes, or may
     loaded: Counter[str] = field(default_factory=Counter)
     probe_start: int = -1  # where the stores were asked from
     said: dict[str, set[BlockKey]] = field(default_factory=dict)  # what stores say they have
@@ -125,7 +128,7 @@ class World:
             parent = key
 
     def want(
-        self, guest: WorldRequest, num_blocks: int, *, load: bool = True, promised: str = ""
+        self, guest: WorldRequest, num_blocks: int, *, load: bool = True, promised: str = "", meet: bool = False
     ) -> tuple[int, ...] | None:
         """A request wants slots; somebody may say that a store has all of its prompt, and be wrong."""
         before = guest.table
@@ -134,7 +137,8 @@ class World:
             guest.said[promised] = set(guest.keys[: guest.num_prompt])
         have = self.num_known(guest.keys) if before is None else len(before)
         room = self._room(guest)
-        event = ev.Wanted(now_s=self.now_s, request=guest.name, num_blocks=num_blocks, load=load, promised=promised)
+        options = {"load": load, "promised": promised, "meet": meet}
+        event = ev.Wanted(now_s=self.now_s, request=guest.name, num_blocks=num_blocks, **options)
         out = self.tell(event, guest, asked=num_blocks)
         if not any(isinstance(one, ev.Granted) for one in out):
             guest.said = said
@@ -168,10 +172,12 @@ class World:
         return found
 
     def fill(self, guest: WorldRequest, num: int, tokens: Sequence[int] = ()) -> None:
-        """A request computed blocks: of its prompt, then generated ones as the tokens say."""
+        """A request computed blocks: of its prompt, then generated ones as the tokens say. In a meeting, it claims."""
         assert guest.ready
         assert guest.table is not None
         num = min(num, len(guest.table) - guest.num_done)
+        if self.meets(guest):
+            num = min(num, max(0, self.claim(guest, guest.num_done + num) - guest.num_done))
         missing = max(0, guest.num_done + num - len(guest.keys))
         before = guest.keys[-1] if guest.keys else ROOTS[guest.tenant]
         more = path_keys(tokens[:missing], before)
@@ -181,11 +187,38 @@ class World:
         for at, key in enumerate(keys, guest.num_done):
             self.compute(guest, at, key)
         guest.num_done += len(keys)
+        self._move_on(guest)
         num_dropped = self._num_dropped()
         self.tell(ev.Filled(now_s=self.now_s, request=guest.name, keys=tuple(keys)), guest)
         for tier in self.config.tiers:
             if tier.save is SaveWhen.COMMIT and keys and self._num_dropped() == num_dropped:
                 assert self.claims[tier.name, guest.keys[guest.num_done - 1]], "not saved, and nobody says why"
+
+    def meets(self, guest: WorldRequest) -> bool:
+        """Whether a request computes while what lies behind is loaded."""
+        return self.brain.requests[guest.name].meeting is not None
+
+    def claim(self, guest: WorldRequest, end: int) -> int:
+        """A request that meets is about to compute up to a block. Returns up to where it may."""
+        self.tell(ev.Claimed(now_s=self.now_s, request=guest.name, num_blocks=end), guest)
+        meeting = self.brain.requests[guest.name].meeting
+        assert meeting is not None
+        assert guest.claimed <= meeting.claimed <= max(guest.claimed, guest.num_done, end, meeting.start)
+        guest.claimed = meeting.claimed
+        assert not guest.rows or guest.claimed <= guest.rows[0].start, "a claim on what is loaded"
+        stands = bool(guest.rows) and guest.rows[0].start == guest.num_done
+        assert stands or end <= guest.num_done or guest.claimed > guest.num_done, "it waits for nothing"
+        return guest.claimed
+
+    def _move_on(self, guest: WorldRequest) -> None:
+        """What was loaded behind counts when all before it is there, up to the first block that was not to be had."""
+        while (
+            guest.ready and guest.rows and guest.rows[0].start == guest.num_done and guest.rows[0].results is not None
+        ):
+            row = guest.rows.pop(0)
+            num_hit = num_leading(row.results or (), (Status.HIT,))
+            guest.num_done += num_hit
+            guest.loaded[row.order.store] += num_hit
 
     def _num_dropped(self) -> float:
         totals = self.brain.accounts.totals
@@ -198,13 +231,15 @@ class World:
         assert guest.base <= guest.num_done <= at
         assert slot not in self.known.values(), "an engine would write into a known block"
         assert slot not in self.locked(), "an engine and a load would write into one slot"
+        loaded = {place for row in guest.rows for place in row.order.slots[: num_leading(row.results or (), ("hit",))]}
+        assert slot not in loaded, "an engine would write over what was loaded"
         self.content[slot] = content
         self._news = True
 
     def scribble(self, guest: WorldRequest) -> None:
         """A step writes all over the blocks that are not finished."""
         if guest.ready and guest.table is not None:
-            for at in range(guest.num_done, len(guest.table)):
+            for at in range(guest.num_done, guest.claimed if self.meets(guest) else len(guest.table)):
                 self.compute(guest, at, self.rubbish())
 
     def give_up(self, guest: WorldRequest) -> None:
@@ -310,8 +345,13 @@ class World:
         elif isinstance(order, ev.Load):
             for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)
-            if guest is not None:
+            if guest is not None and errand in guest.rows:
+                if not num_leading(errand.results, (Status.HIT,)):
+                    guest.rows.remove(errand)
+            elif guest is not None:
                 self._settle(guest)
+            if guest is not None:
+                self._move_on(guest)
         elif guest is not None and guest.table is None:
             if isinstance(order, ev.Promote) and order.target in guest.said:
                 pairs = zip(order.keys, errand.results, strict=True)
@@ -459,17 +499,24 @@ class World:
             errand.guest = guest
         elif isinstance(one, ev.Load):
             assert guest is not None
-            assert isinstance(event, ev.Wanted)
             assert guest.table is not None
             end = start + len(one.keys)
-            assert start == (guest.loads[-1].start + len(guest.loads[-1].order.keys) if guest.loads else guest.base)
+            if any(job.job == one.job for job in self.brain.requests[guest.name].loads):
+                assert isinstance(event, ev.Wanted)
+                assert start == (guest.loads[-1].start + len(guest.loads[-1].order.keys) if guest.loads else guest.base)
+                guest.loads.append(errand)
+            else:
+                assert all(row.results is not None for row in guest.rows), "two rows under way"
+                assert end == guest.low or guest.low > guest.num_prompt, "rows that leave out a block"
+                assert start >= max(guest.claimed, guest.num_done), "a row of what is computed"
+                guest.low = start
+                guest.rows.insert(0, errand)
             assert one.keys == tuple(guest.keys[start:end])
             assert end <= guest.num_prompt
             assert one.slots == guest.table[start:end]
             assert set(one.keys) <= guest.said[one.store], "a load of what nobody has"
             assert one.deadline_s == self.now_s + tier.load_timeout_s
             errand.guest = guest
-            guest.loads.append(errand)
         elif isinstance(one, ev.Save):
             assert tier.save is not SaveWhen.NEVER
             assert (one.parent, one.depth, one.tenant) == (parent, start, TENANTS[tenant])

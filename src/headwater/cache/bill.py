@@ -26,8 +26,10 @@ def bill(request: RequestRecord, accounts: Accounts, cost: ComputeCost, block_to
     hits = tuple((tier, num * block_tokens) for tier, num in blocks.items() if num)
     misses = tuple((reason.value, num * block_tokens) for reason, num in request.misses.items())
     answered_s = request.asked_s if request.answered_s is None else request.answered_s
-    waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s
-    saved_s = cost.row_s(0, sum(blocks.values())) - waited_s
+    waited_s = answered_s - request.asked_s + request.ready_s - request.reserved_s + request.met_wait_s
+    num_met = sum(end - start for start, end in request.met)  # the other hits are the first blocks
+    saved_s = cost.row_s(0, sum(blocks.values()) - num_met) - waited_s
+    saved_s += sum(cost.row_s(start, end) for start, end in request.met)
     if not request.resumed:
         for tier, tokens in hits:
             accounts.add("hit_tokens_total", tokens, tier=tier)

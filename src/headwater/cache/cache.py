@@ -3,6 +3,7 @@
     match      what is there of a prompt: on the device at once, in the stores as their answers come in
     reserve    slots for a request, and loads into them where that pays
     poll       how far the loads are; `wait` blocks for them, until a deadline
+    claim      how far the next step may go, where blocks behind it are loaded meanwhile
     commit     blocks that were really computed get their names, and go to the stores
     release    the request is over: everything it held is given back, and its bill is handed out
 
@@ -37,12 +38,17 @@ class Progress:
 
     While it is `loading`, the first `num_expected` will be, if all goes well. If it is `stuck`, its loads may never
     end: it is to be released, and to come again; the slots that it had stay out of use until they end.
+
+    While it is `meeting`, it may compute, and blocks behind those are loaded at the same time: `num_ready` jumps when
+    it has come to them. It is to `claim` what it computes: blocks before `num_claimed`, and no others.
     """
 
     num_ready: int
     loading: bool
     num_expected: int
     stuck: bool = False
+    meeting: bool = False
+    num_claimed: int = 0
 
 
 _HIT: Final = frozenset({Status.HIT})
@@ -75,13 +81,14 @@ class TieredCache(Shell):
             return self._match(arrived)
 
     def reserve(
-        self, request: str, num_blocks: int, *, load: bool = True, promised: str = ""
+        self, request: str, num_blocks: int, *, load: bool = True, promised: str = "", meet: bool = False
     ) -> tuple[int, ...] | None:
         """Slots for the first `num_blocks` blocks of a request, in order; None if there is no room now.
 
         Evicts what it must. The first call begins to load what the stores have, if that pays: those slots are not to
         be used before `poll` says that nothing is loading. Later calls add slots. `promised`: a store that is known to
-        have all blocks of the prompt; it is not asked, and they are loaded whether that pays or not.
+        have all blocks of the prompt; it is not asked, and they are loaded whether that pays or not. `meet`: the caller
+        can compute while what lies behind is loaded from its end (`claim`); then, where loading is slow, it is.
         """
         if num_blocks < 0:
             raise InvalidInput(f"a request has no {num_blocks} blocks")
@@ -91,12 +98,26 @@ class TieredCache(Shell):
                 return None
             if self.failed is not None:
                 promised = ""  # no store can be promised to a brain that uses none
-            wanted = ev.Wanted(now_s=now_s, request=request, num_blocks=num_blocks, load=load, promised=promised)
+            wanted = ev.Wanted(
+                now_s=now_s, request=request, num_blocks=num_blocks, load=load, promised=promised, meet=meet
+            )
             return next((one.slots for one in self._handle(wanted) if isinstance(one, ev.Granted)), None)
 
     def poll(self, request: str) -> Progress:
         """How far a request is."""
         with self._lock:
+            return self._progress(request)
+
+    def claim(self, request: str, num_blocks: int) -> Progress:
+        """A request that is `meeting` would compute up to block `num_blocks` next: how far it may. Does not block.
+
+        If `num_claimed` is not beyond `num_ready`, it has come to blocks that are on their way: ask again when
+        something has changed, and every few milliseconds, because after a while it may compute them itself.
+        """
+        with self._lock:
+            now_s = self._now_s()
+            if request not in self._old.grants:
+                self._handle(ev.Claimed(now_s=now_s, request=request, num_blocks=num_blocks))
             return self._progress(request)
 
     def wait(self, request: str, timeout_s: float) -> Progress:
@@ -246,10 +267,12 @@ class TieredCache(Shell):
         if record is None and request in self._old.grants:
             num_ready = self._old.num_named.get(request, 0)
             loading, stuck = bool(self._old.loads(request)), self._old.waits_in_vain(request)
-            return Progress(num_ready, loading=loading, num_expected=num_ready, stuck=stuck)
+            return Progress(num_ready, loading=loading, num_expected=num_ready, stuck=stuck, num_claimed=num_ready)
         if record is None:
             raise InvalidInput(f"there is no request {request!r}: it has not asked, or has left")
         ready, loading = record.hold.num_blocks, bool(record.loads)
         self._custody.named(request, ready)
         expected = record.load_end if loading else ready
-        return Progress(ready, loading=loading, num_expected=expected, stuck=record.stuck)
+        meeting = record.meeting
+        claimed = record.num_blocks if meeting is None else meeting.claimed
+        return Progress(ready, loading, expected, record.stuck, meeting is not None, claimed)

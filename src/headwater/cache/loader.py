@@ -2,7 +2,8 @@
 
 Stores are asked once per request, all at the same time, for what is not on the device. Each answer is a hint. Loads go
 from the first missing block on, row by row from the fastest store that has it, and count up to the first block that was
-not to be had; what was loaded behind a hole is computed again. While a request waits, what only a slower store has is
+not to be had; what was loaded behind a hole is computed again. Where loading is slow, and the engine can compute
+meanwhile, what is left is loaded from its end (`meeting.py`). While a request waits, what only a slower store has is
 brought to the fastest.
 """
 
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
+from headwater.cache.meeting import Meetings, leading_hits
 from headwater.cache.placement import ComputeCost, how_much_to_load
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.core.breaker import BreakerState
@@ -38,6 +40,7 @@ class Loader:
         self._cost = cost
         self.promoting: dict[BlockKey, int] = {}  # by the first key of a row that is on its way: the job
         self._enter = enter
+        self.meetings = Meetings(jobs, accounts, cost=cost, where=self.where, row_end=self.row_end)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -107,12 +110,20 @@ class Loader:
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
-    def load(self, request: RequestRecord, now_s: float, *, promised: str = "", agreed: bool = False) -> None:
+    def load(
+        self, request: RequestRecord, now_s: float, *, promised: str = "", agreed: bool = False, meet: bool = False
+    ) -> None:
         """Load what stores say they have, from the first missing block on, as far as it pays.
 
         A store that is `promised` to have all of them need not say so, and computing is no alternative. `agreed`: what
-        the request has slots for was found to pay, and whoever was told that counts on it.
+        the request has slots for was found to pay, and whoever was told that counts on it. With `meet` the engine can
+        compute while what lies behind is loaded.
         """
+        head_s = 0.0  # until what is loaded first is there
+        paused = [name for name in request.held if not self._jobs.tiers[name].breakers[JobKind.LOAD].would_allow(now_s)]
+        for name in paused if meet and not promised else ():
+            del request.held[name]
+            request.unasked[name] = Reason.FAILED
         end = min(request.num_prompt, request.num_blocks)
         if promised:
             if request.base < request.probe_start:  # it had to give room since: what stores said is of other blocks
@@ -126,6 +137,9 @@ class Loader:
             num_blocks = row_end - at
             if not (promised or agreed):
                 size = self._jobs.block_bytes
+                if meet and self.meetings.begin(request, at, end, now_s, head_s=head_s):
+                    return
+                head_s = max(head_s, tier.load_s(num_blocks * size, now_s))
                 num_blocks = how_much_to_load(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)
             if not num_blocks:
                 return
@@ -151,43 +165,66 @@ class Loader:
                 self._accounts.add("trial_loads_total", 1, tier=name)
                 return
 
-    def settle(self, request: RequestRecord, now_s: float) -> bool:
-        """Take in what was loaded, in order. True when nothing is being loaded any more, and the rest is explained."""
+    def settle(self, request: RequestRecord, now_s: float) -> int:
+        """Take in what was loaded, in order. Returns how many blocks more the request has, once it may compute."""
+        num_fresh = self._settle_front(request, now_s) if request.ready_s is None else 0
+        while (found := self.meetings.next_row(request)) is not None:
+            job, num_hit = found
+            self._take_in(request, job, num_hit, now_s)
+            num_fresh += num_hit
+        self.meetings.go_on(request, now_s)
+        self.meetings.end_if_over(request)
+        return num_fresh
+
+    def _take_in(self, request: RequestRecord, job: JobRecord, num_hit: int, now_s: float) -> None:
+        end = job.start + num_hit
+        self._enter(request, request.keys[job.start : end], now_s, seen=True)
+        self._index.mark(request.hold, job.start, end, bit=self._jobs.tiers[job.store].bit, on=True)
+        request.num_loaded[job.store] = request.num_loaded.get(job.store, 0) + num_hit
+        request.loaded_bytes += num_hit * self._jobs.block_bytes
+
+    def _settle_front(self, request: RequestRecord, now_s: float) -> int:
+        """What is loaded before the request may compute; when that is over, the rest is explained."""
         while request.loads and (results := request.loads[0].results) is not None:
             job = request.loads.pop(0)
             if request.broken is not None:
                 continue  # something in front of it is missing
-            hit = Status.HIT  # a name of an enum is slow to find
-            num_hit = next((i for i, result in enumerate(results) if result != hit), len(results))
+            num_hit = leading_hits(results)
             if num_hit:
-                end = job.start + num_hit
-                self._enter(request, request.keys[job.start : end], now_s, seen=True)
-                self._index.mark(request.hold, job.start, end, bit=self._jobs.tiers[job.store].bit, on=True)
-                request.num_loaded[job.store] = request.num_loaded.get(job.store, 0) + num_hit
-                request.loaded_bytes += num_hit * self._jobs.block_bytes
+                self._take_in(request, job, num_hit, now_s)
             if num_hit < len(results):
                 request.broken = reason_of(results[num_hit])
-                self.give_up(request)
+                self._give_up_front(request)
         if request.loads:
-            return False
+            return 0
         request.ready_s = now_s
         self._explain(request)
-        return True
+        return sum(request.num_loaded.values())
 
     def give_up(self, request: RequestRecord) -> None:
         """Load no more for a request. What is under way ends with an event, and its slots are not to be used before."""
+        self._give_up_front(request)
+        self.meetings.give_up(request)
+
+    def _give_up_front(self, request: RequestRecord) -> None:
         for job in request.loads:
             if job.results is None and not job.cancelled:
                 job.cancelled = True
                 self._jobs.out.append(Cancel(job=job.job))
 
     def _explain(self, request: RequestRecord) -> None:
-        """Say of each block that has to be computed why."""
+        """Say of each block that has to be computed why; of those that may still come, a meeting says it at its end."""
+        meeting = request.meeting
         silent = next(iter(request.unasked.values()), None)
         hole: Reason | None = None  # why the first block that no store has is a miss
         at = request.hold.num_blocks
         while at < request.num_prompt:
+            if meeting is not None and meeting.start <= at < meeting.end:
+                at = meeting.end
+                continue
             end = self.row_end(request, at, request.num_prompt)
+            if meeting is not None and at < meeting.start:
+                end = min(end, meeting.start)
             if self.where(request, at) is not None:
                 reasons = {hole or request.broken or Reason.NOT_WORTH_IT: end - at}
             else:

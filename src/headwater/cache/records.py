@@ -50,6 +50,35 @@ class JobRecord:
 
 
 @dataclass(slots=True, kw_only=True)
+class Meeting:
+    """A request that computes from the front of what is stored while its end is loaded (`meeting.py`)."""
+
+    start: int  # of the blocks that stores have
+    end: int
+    low: int  # from here on they are loaded, or on their way, or could not be had
+    claimed: int  # blocks before this are computed, or being computed
+    head_s: float = 0.0  # what was to pass, as expected, before `start` could be computed
+    rows: list[JobRecord] = field(default_factory=list)  # in order of depth: on their way, or there and not entered
+    due_s: float = 0.0  # when the row under way should be there
+    waits_s: float | None = None  # since when the engine stands before it
+    num_entered: int = 0
+    lost: dict[Reason, int] = field(default_factory=dict)  # blocks of rows that did not come, and why
+    stopped: bool = False  # no more rows are loaded
+    given_up: bool = False  # because the engine said so
+
+    @property
+    def under_way(self) -> JobRecord | None:
+        """The row that is being loaded; there is one at a time."""
+        return next((row for row in self.rows if row.results is None), None)
+
+    def facts(self) -> list[object]:
+        """All that it knows, for snapshots."""
+        rows = [[row.job, row.results] for row in self.rows]
+        state = [self.start, self.end, self.low, self.claimed, self.head_s, self.due_s, self.waits_s, self.num_entered]
+        return [*state, rows, self.lost, self.stopped, self.given_up]
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """One request, from its first question until it leaves."""
 
@@ -79,6 +108,9 @@ class RequestRecord:
     reserved_s: float = 0.0
     ready_s: float | None = None  # when nothing was being loaded any more
     misses: dict[Reason, int] = field(default_factory=dict)
+    meeting: Meeting | None = None  # while it computes and what lies behind is being loaded
+    met: list[tuple[int, int]] = field(default_factory=list)  # rows that were loaded so
+    met_wait_s: float = 0.0  # for rows that it had come to
     gone: bool = False  # it left; jobs for it may still be under way
 
     @property
@@ -89,7 +121,12 @@ class RequestRecord:
     @property
     def stuck(self) -> bool:
         """Whether one of its loads may never end: it has to begin anew, with other slots."""
-        return any(job.stuck for job in self.loads)
+        return any(job.stuck for job in self.all_loads)
+
+    @property
+    def all_loads(self) -> list[JobRecord]:
+        """What is loaded for it, or has come and is not entered yet: before it computes, and while it does."""
+        return [*self.loads, *self.meeting.rows] if self.meeting is not None else self.loads
 
     def before(self, at: int) -> BlockKey:
         """The key that its block at this depth builds on."""

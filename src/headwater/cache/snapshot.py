@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from headwater.cache.records import JobKind
+from headwater.cache.records import JobKind, RequestRecord
 from headwater.index.slots import SlotState
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def digest(brain: "Brain") -> str:
                 request.num_unnamed,
                 request.num_marks,
             ),
+            *([request.meeting.facts()] if request.meeting is not None else []),
+            *([request.met, request.met_wait_s] if request.met or request.met_wait_s else []),
         ]
         for request in brain.requests.values()
     ]
@@ -89,10 +91,11 @@ def validate(brain: "Brain") -> None:
         for at, slot in enumerate(request.own, request.base):
             known = at < request.hold.num_blocks and table[at] == slot
             assert known == (brain.slots.state(slot) is SlotState.KNOWN), "a block that is known and not in the index"
-        loading |= {job.job for job in request.loads if job.results is None}
+        loading |= {job.job for job in request.all_loads if job.results is None}
         assert bool(request.loads) == (request.ready_s is None), (
             "a request that waits for nothing, or not for its loads"
         )
+        validate_meeting(request)
     counts = brain.slots.counts()
     assert len(set(own)) == len(own) == counts[SlotState.OWN], "slots that are nobody's, or two requests'"
     locked = [*brain.withheld, *(slot for job in brain.jobs for slot in job.slots)]
@@ -100,6 +103,27 @@ def validate(brain: "Brain") -> None:
     for key, name in brain.pending.items():
         assert key in brain.requests[name].keys, "a block that nobody is about to have"
     validate_jobs(brain, loading)
+
+
+def validate_meeting(request: RequestRecord) -> None:
+    """Raise AssertionError if a request computes into what is being loaded, or knows blocks without their parents."""
+    meeting, ready = request.meeting, request.hold.num_blocks
+    if meeting is None:
+        return
+    assert request.base <= meeting.start <= meeting.low <= meeting.end, "a meeting that is not in order"
+    assert meeting.end <= min(request.num_blocks, request.num_prompt), "a meeting behind its blocks"
+    assert meeting.start <= meeting.claimed, "less is claimed than was there"
+    assert ready < meeting.end, "a meeting that is over"
+    at = max(ready, meeting.claimed, meeting.low)
+    for row in meeting.rows:
+        assert row.start >= at, "a block that is loaded and computed, or loaded twice"
+        assert row.end <= meeting.end, "a row behind the end"
+        at = row.end
+    assert sum(row.results is None for row in meeting.rows) <= 1, "two rows under way"
+    first = meeting.rows[0] if meeting.rows else None
+    if first is not None and first.results is not None and request.ready_s is not None:
+        assert first.start > ready, "a row that could have been entered"
+    assert meeting.num_entered + sum(meeting.lost.values()) <= meeting.end - meeting.low, "blocks counted twice"
 
 
 def validate_jobs(brain: "Brain", loading: Collection[int]) -> None:

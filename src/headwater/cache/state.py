@@ -74,6 +74,7 @@ class Brain:
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
             ev.Filled: self._filled,
+            ev.Claimed: self._claimed,
             ev.GaveUp: self._gave_up,
             ev.Left: self._left,
             ev.Paced: self._paced,
@@ -221,7 +222,7 @@ class Brain:
         if first:
             self.loader.stop_probing(request)
             if event.load:
-                self.loader.load(request, event.now_s, promised=event.promised)
+                self.loader.load(request, event.now_s, promised=event.promised, meet=event.meet)
             self._settle(request, event.now_s)
         self._clean(event.now_s)
 
@@ -268,14 +269,23 @@ class Brain:
             raise InvalidInput(f"request {event.request!r} has no slots yet, or some are still being loaded")
         if end > request.num_blocks:
             raise InvalidInput(f"request {event.request!r} filled block {end - 1}, and has {request.num_blocks} slots")
+        if request.meeting is not None and end > request.meeting.claimed:
+            raise InvalidInput(f"request {event.request!r} filled blocks that it has not claimed")
         named = request.keys[start:end]
         if named != list(event.keys[: len(named)]):
             raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
         _require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
         self._enter(request, event.keys, event.now_s)
-        self.saver.commit(request, len(event.keys), event.now_s)
+        num_met = self.loader.settle(request, event.now_s)
+        self.saver.commit(request, len(event.keys) + num_met, event.now_s)
         self._clean(event.now_s)
+
+    def _claimed(self, event: ev.Claimed) -> None:
+        request = self._request(event.request)
+        if request.ready_s is None:
+            raise InvalidInput(f"request {event.request!r} may not compute yet")
+        self.loader.meetings.claim(request, event.num_blocks, event.now_s)
 
     def _enter(self, request: RequestRecord, keys: Sequence[BlockKey], now_s: float, *, seen: bool = False) -> None:
         """Finished blocks get into the index; those that were there already keep their earlier slot."""
@@ -296,7 +306,7 @@ class Brain:
         request.gone = True  # its saves, demotions and promotions go on: the next turn may want them
         self.loader.stop_probing(request)
         locked: set[int] = set()
-        for job in request.loads:
+        for job in request.all_loads:
             if job.results is None:
                 first = job.start - request.base
                 job.slots = tuple(request.own[first : job.end - request.base])
@@ -306,6 +316,7 @@ class Brain:
         self.slots.give_back(self.slots.still_own(request.own))
         self._forget_pending(event.request, request.keys)
         self.index.release(request.hold, now_s=event.now_s)
+        self.loader.meetings.end(request)
         finished = bill(request, self.accounts, self.cost, self.config.block_tokens)
         if finished is not None:
             self._out.append(finished)
@@ -332,6 +343,7 @@ class Brain:
             job.results = results
             self.slots.unquarantine(job.slots)
             if request is not None:
+                self.loader.meetings.ended(request, job, results)
                 self._settle(request, now_s)
         elif job.kind is JobKind.PROMOTE:
             self.loader.promoted(job, request, results)
@@ -344,8 +356,9 @@ class Brain:
 
     def _settle(self, request: RequestRecord, now_s: float) -> None:
         """When all that was to be loaded is there or is not coming, the request may compute the rest."""
-        if request.ready_s is None and self.loader.settle(request, now_s) and request.num_loaded:
-            self.saver.commit(request, sum(request.num_loaded.values()), now_s)
+        num_fresh = self.loader.settle(request, now_s)
+        if num_fresh:
+            self.saver.commit(request, num_fresh, now_s)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from headwater.cli.options import Device, Json, numbers, print_json
+from headwater.cli.options import Device, Json, decimals, numbers, print_json
 from headwater.lab import draw, draw_figures
 from headwater.lab.bench.report import BenchReport
 
@@ -103,6 +103,36 @@ def bench_ttft(
         pair_tokens=pair_tokens,
     )
     _measure(lambda tell: ttft.run(options, tell=tell), as_json=as_json)
+
+
+@bench.command("meet")
+def bench_meet(
+    shape: Shape = "tiny",
+    device: Device = "cpu",
+    tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 4096,
+    block: BlockTokens = 64,
+    step: StepTokens = 1024,
+    paces: Annotated[
+        str, typer.Option(metavar="X,...", help="What loading takes, as multiples of computing.")
+    ] = "0.1,0.5,1,2,8",
+    rounds: Rounds = 4,
+    block_ms: Annotated[float, typer.Option(help="Computing a block takes at least so long: a slower device.")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Time to the first token of a stored prompt: computed, loaded, and with compute meeting load in the middle."""
+    from headwater.lab.bench import meet
+
+    options = meet.MeetOptions(
+        shape=shape,
+        device=device,
+        tokens=tokens,
+        block_tokens=block,
+        step_tokens=step,
+        paces=tuple(decimals("paces", paces)),
+        rounds=rounds,
+        block_ms=block_ms,
+    )
+    _measure(lambda tell: meet.run(options, tell=tell), as_json=as_json)
 
 
 @bench.command("handoff")

@@ -90,6 +90,14 @@ def numbers(name: str, text: str) -> list[int]:
         raise InvalidConfig(f"{name} are whole numbers with commas, not {text!r}") from error
 
 
+def decimals(name: str, text: str) -> list[float]:
+    """Numbers with commas between them. Raises InvalidConfig."""
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError as error:
+        raise InvalidConfig(f"{name} are numbers with commas, not {text!r}") from error
+
+
 def log_to_stderr() -> None:
     """Of commands that go on."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

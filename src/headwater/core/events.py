@@ -52,6 +52,7 @@ class Wanted(Event):
     num_blocks: int
     load: bool = True
     promised: str = ""  # a store that is known to have all blocks of the prompt: loaded unasked, whatever it costs
+    meet: bool = dataclasses.field(default=False, metadata={"later": True})  # it computes while the end is loaded
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,17 @@ class Filled(Event):
 
     request: str
     keys: tuple[BlockKey, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed(Event):
+    """A request that computes while its end is loaded would compute up to block `num_blocks` in its next step.
+
+    How far it may is the brain's word: blocks before that are not loaded any more, and no others are computed.
+    """
+
+    request: str
+    num_blocks: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ class Reason(enum.StrEnum):
     CORRUPT = "corrupt"  # what was read did not verify
     TOO_LATE = "too_late"  # an answer or the bytes did not come in time
     NOT_WORTH_IT = "not_worth_it"  # computing was expected to be faster than loading
+    COMPUTED_MEANWHILE = "computed_meanwhile"  # a store has it, and computing came to it before loading did
     # why a handoff ended before its end; FAILED, LATE, CANCELLED and DOWN, too
     MISSING = "missing"  # the pool does not have a block, or not any more
     DAMAGED = "damaged"  # what it had was cut, or its bytes did not fit their digests
@@ -90,7 +91,10 @@ class Reason(enum.StrEnum):
 JOB_FAILURES: Final = frozenset({Reason.FAILED, Reason.LATE, Reason.CANCELLED, Reason.DOWN})
 #: What a miss may be counted under.
 MISS_REASONS: Final = frozenset(
-    {Reason.NEVER_STORED, Reason.EVICTED, Reason.FAILED, Reason.CORRUPT, Reason.TOO_LATE, Reason.NOT_WORTH_IT}
+    {
+        *(Reason.NEVER_STORED, Reason.EVICTED, Reason.FAILED, Reason.CORRUPT, Reason.TOO_LATE),
+        *(Reason.NOT_WORTH_IT, Reason.COMPUTED_MEANWHILE),
+    }
 )
 #: What a handoff may end for.
 HANDOFF_REASONS: Final = JOB_FAILURES | {

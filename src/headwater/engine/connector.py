@@ -7,6 +7,9 @@ One whose copy hangs is `stuck`: its request begins anew in other slots, and com
 A request starts when its blocks are there, or, where nobody else has work (`coming`), as soon as its first layer is:
 `wait_layer` holds each layer up until its bytes are on the device and verified, and `arrived` says at the end whether
 all of them came. If not, the step was for nothing, and is thrown away (rule 1).
+
+Where loading is slow, the cache loads from the end of what it has while the request computes from the front (`meets`).
+Then `reach` says before each step how far that may go, and moves the request on over what has come meanwhile.
 """
 
 import time
@@ -35,9 +38,15 @@ _LOAD_S: Final = 60.0  # longer than any load's own deadline: that one ends the 
 class Connector:
     """One engine's cache. Called from the engine's thread."""
 
-    def __init__(self, cache: TieredCache, identity: CacheIdentity, *, probe_s: float = 0.1) -> None:
-        """`probe_s`: how long a request at the head of the queue waits for stores to say what they have."""
+    def __init__(
+        self, cache: TieredCache, identity: CacheIdentity, *, probe_s: float = 0.1, meets: bool = True
+    ) -> None:
+        """`probe_s`: how long a request at the head of the queue waits for stores to say what they have.
+
+        `meets`: whether requests may compute while what lies behind is loaded.
+        """
         self.cache = cache
+        self._meets = meets
         self.block_tokens: Final = identity.block_tokens
         self._identity = identity
         self._probe_s = probe_s
@@ -80,7 +89,8 @@ class Connector:
         """
         num_blocks = self._num_blocks(len(request.tokens) + 1)
         load = not request.computes_all
-        slots = self.cache.reserve(self._name(request), num_blocks, load=load, promised=promised)
+        meet = self._meets and not promised
+        slots = self.cache.reserve(self._name(request), num_blocks, load=load, promised=promised, meet=meet)
         if slots is None:
             return False
         request.slots = slots
@@ -95,7 +105,26 @@ class Connector:
         if progress.loading:
             return False
         self._set_computed(request, progress.num_ready)
+        request.meets = progress.meeting
         return True
+
+    def reach(self, request: Request, num_tokens: int) -> int:
+        """Up to which token the next step of a request that `meets` may go, if it has so many; and that is claimed.
+
+        Before that, the request moves on over what was loaded. Not beyond its computed tokens: it stands before what is
+        on its way. Does not block.
+        """
+        progress = self.cache.poll(self._name(request))
+        if progress.loading:  # for a brain that has failed since: it will begin anew
+            return request.num_computed
+        if progress.num_ready > request.num_committed:  # it came to what had been loaded
+            self._set_computed(request, progress.num_ready)
+        end = min(len(request.tokens), request.num_computed + num_tokens)
+        if progress.meeting:
+            progress = self.cache.claim(self._name(request), self._num_blocks(end))
+            end = min(end, progress.num_claimed * self.block_tokens)
+        request.meets = progress.meeting
+        return end
 
     def stuck(self, request: Request) -> bool:
         """Whether what is being loaded may never come, nor its slots be usable: the request has to begin anew."""
@@ -129,7 +158,7 @@ class Connector:
         Then its computed tokens are what will be there, if all goes well.
         """
         name = self._name(request)
-        if not self.cache.wait_layer(name, 0, 0.0):
+        if self.cache.poll(name).meeting or not self.cache.wait_layer(name, 0, 0.0):
             return False
         self._set_computed(request, self.cache.poll(name).num_expected)
         return True
@@ -175,6 +204,7 @@ class Connector:
         if bill is not None and not request.preemptions:  # coming back to one's own blocks is no hit
             request.cached_by_tier = dict(bill.hit_tokens)
         request.slots = ()
+        request.meets = False
         request.asked_s = 0.0
         request.num_committed = request.num_computed = 0
         return bill

@@ -189,6 +189,7 @@ class Request:
     num_computed: int = 0  # leading tokens whose KV is in the slots
     slots: tuple[int, ...] = ()
     whole: bool = False  # every token is cached: the last one is computed again, beside the shared block
+    meets: bool = False  # what lies behind is being loaded while it computes: each step asks how far it may go
     keys: list[BlockKey] = field(default_factory=list)  # of its leading full blocks
     num_committed: int = 0  # blocks
     first_token_s: float | None = None

@@ -54,6 +54,10 @@ class Slots(Protocol):
         """Whether a request that loads may begin to compute, layer by layer behind its bytes."""
         ...
 
+    def reach(self, request: Request, num_tokens: int) -> int:
+        """Up to which token the next step of a request that `meets` may go; it moves on over what was loaded."""
+        ...
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Slots for so many tokens; False: no room."""
         ...
@@ -132,16 +136,26 @@ class Scheduler:
             if request.preempt_at is not None and request.num_computed >= request.preempt_at:
                 request.preempt_at = None
                 self._preempt(request)
-            elif request.phase is RequestPhase.RUNNING and request.generating and self._grow(request):
+            elif request.phase is RequestPhase.RUNNING and _generates(request) and self._grow(request):
                 work[request] = Work(request, request.num_computed, len(request.tokens))
                 budget -= 1
-        for request in self.running:
-            if request.phase is RequestPhase.RUNNING and not request.generating and budget > 0:
-                end = min(len(request.tokens), request.num_computed + budget)
-                work[request] = Work(request, request.num_computed, end)
-                budget -= end - request.num_computed
+        for request in list(self.running):
+            if request.phase is RequestPhase.RUNNING and not _generates(request) and budget > 0:
+                end = self._prompt_end(request, budget)
+                if end > request.num_computed:
+                    work[request] = Work(request, request.num_computed, end)
+                    budget -= end - request.num_computed
         planned = [one for request, one in work.items() if request.phase is RequestPhase.RUNNING]  # some were preempted
         return planned or self._plan_early()
+
+    def _prompt_end(self, request: Request, budget: int) -> int:
+        """How far a prompt is computed in this step. One whose loads hang begins anew when it has come to them."""
+        if not request.meets:
+            return min(len(request.tokens), request.num_computed + budget)
+        end = self._slots.reach(request, budget)
+        if end <= request.num_computed and self._slots.stuck(request):
+            self.begin_anew(request)
+        return end
 
     def _plan_early(self) -> list[Work]:
         """Nobody else has work: who loads may compute behind its bytes. Alone, because others would wait with it."""
@@ -202,3 +216,8 @@ class Scheduler:
         request.phase = RequestPhase.WAITING
         request.preemptions += 1
         self.waiting.appendleft(request)
+
+
+def _generates(request: Request) -> bool:
+    """Whether the next step gives a token, whatever is on its way: one that `meets` has to ask first."""
+    return request.generating and not request.meets

@@ -1,4 +1,4 @@
-"""Stores that go wrong on purpose: late, or with faults by a seed. What stands above them must answer with a miss."""
+"""Stores that go wrong on purpose: late, slow, or with faults by a seed. Above them, that is a miss."""
 
 import random
 import time
@@ -89,6 +89,47 @@ class _DelayedAddresses(Addressable):
     def still_valid(self, borrow: Borrow) -> bool:
         """Pass on."""
         return self._inner.still_valid(borrow)
+
+
+class ThrottledStore(WrapperStore):
+    """Gives pages no faster than one in `page_s`, which may be changed at any time; in place too, if it is to."""
+
+    def __init__(self, store: Store, page_s: float, *, in_place: bool = False) -> None:
+        super().__init__(store)
+        self.page_s = page_s
+        self._in_place = in_place
+
+    def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
+        """Sleep for each page, then get; LATE if the deadline came first."""
+        late = self._late(len(pages), deadline)
+        return [Status.LATE] * len(pages) if late else super().get_into(pages, deadline=deadline)
+
+    def addressable(self) -> Addressable | None:
+        """The store inside, in place, and as slow; None unless that was asked for."""
+        inner = self.store.addressable() if self._in_place else None
+        return None if inner is None else _ThrottledAddresses(inner, self._late)
+
+    def cached_names(self) -> CachedNames | None:
+        """As of the store inside: only reading is slow."""
+        return self.store.cached_names()
+
+    def _late(self, num_pages: int, deadline: Deadline) -> bool:
+        time.sleep(max(0.0, min(self.page_s * num_pages, deadline.remaining_s)))
+        return deadline.expired
+
+
+class _ThrottledAddresses(_DelayedAddresses):
+    """Pages in place that are slow to borrow; nothing else is slow."""
+
+    def __init__(self, inner: Addressable, late: Callable[[int, Deadline], bool]) -> None:
+        super().__init__(inner, lambda deadline: deadline.expired)
+        self._sleep = late
+
+    def borrow(self, names: Sequence[PageName], *, deadline: Deadline) -> list[Borrow | Status]:
+        """Sleep for each page, then borrow; LATE if the deadline came first."""
+        if self._sleep(len(names), deadline):
+            return [Status.LATE] * len(names)
+        return self._inner.borrow(names, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class TtftOptions:
             raise InvalidConfig("at least two rounds: in the first one everything is new")
 
 
-class _TtftServer:
+class TtftServer:
     """One engine; asks it one prompt at a time."""
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +145,7 @@ class _TtftServer:
 
 
 @contextmanager
-def _serving(model: Model, stores: dict[str, Store], options: TtftOptions, num_tokens: int) -> Iterator[_TtftServer]:
+def _serving(model: Model, stores: dict[str, Store], options: TtftOptions, num_tokens: int) -> Iterator[TtftServer]:
     num_blocks = -(-num_tokens // model.block_tokens) + 2
     config = CacheConfig(
         num_slots=num_blocks,
@@ -164,7 +164,7 @@ def _serving(model: Model, stores: dict[str, Store], options: TtftOptions, num_t
         )
         connector = Connector(cache, model.identity)
         engine = Engine(model, planes, connector, EngineConfig(step_tokens=options.step_tokens))
-        yield _TtftServer(stack.enter_context(engine))
+        yield TtftServer(stack.enter_context(engine))
 
 
 def run(options: TtftOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
@@ -202,7 +202,7 @@ def run(options: TtftOptions | None = None, *, tell: Tell | None = None) -> Benc
 def _measure_length(
     model: Model, num_tokens: int, places: dict[str, Path], options: TtftOptions, samples: Samples
 ) -> dict[str, Any]:
-    prompts = [_prompt(model, num_tokens, seed) for seed in (1, 2)]
+    prompts = [make_prompt(model, num_tokens, seed) for seed in (1, 2)]
     row: dict[str, Any] = {"tokens": num_tokens}
     limit = limit_for(
         frame_bytes=frame_bytes(model.layout.plane_bytes), num_pages=4 * (num_tokens // options.block_tokens + 2)
@@ -214,7 +214,7 @@ def _measure_length(
             _serving(model, {tier: store}, options, num_tokens) as server,
         ):
             for seed in (3, 4):  # warm up; and what computing costs is measured
-                server.ask(_prompt(model, num_tokens, seed))
+                server.ask(make_prompt(model, num_tokens, seed))
                 server.rest()
             loaded = []
             for turn in range(2 * options.rounds):
@@ -236,7 +236,7 @@ def _measure_length(
     return row
 
 
-def _take(server: _TtftServer, prompt: list[int], name: str, samples: Samples) -> Usage:
+def _take(server: TtftServer, prompt: list[int], name: str, samples: Samples) -> Usage:
     time.sleep(_PAUSE_S)
     (usage,) = server.ask(prompt)
     samples.add(name, (usage.ttft_s or 0.0) * 1e3)
@@ -255,7 +255,7 @@ def _measure_overhead(model: Model, places: dict[str, Path], options: TtftOption
         on = stack.enter_context(_serving(model, stores, options, 4 * num_tokens))
         for pair in range(-2, options.pairs):
             for name, server in (("off", off), ("on", on)) if pair % 2 else (("on", on), ("off", off)):
-                prompt = _prompt(model, num_tokens, 100 + 2 * pair + (name == "on"))
+                prompt = make_prompt(model, num_tokens, 100 + 2 * pair + (name == "on"))
                 time.sleep(_PAUSE_S)
                 (usage,) = server.ask(prompt)
                 server.rest()
@@ -263,7 +263,9 @@ def _measure_overhead(model: Model, places: dict[str, Path], options: TtftOption
                     samples.add(f"{name}_ms", (usage.ttft_s or 0.0) * 1e3)
         for turn in range(options.pairs):
             for name, server in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
-                prompts = [_prompt(model, num_tokens, 10_000 + 100 * turn + 10 * i + (name == "on")) for i in range(3)]
+                prompts = [
+                    make_prompt(model, num_tokens, 10_000 + 100 * turn + 10 * i + (name == "on")) for i in range(3)
+                ]
                 time.sleep(_PAUSE_S)
                 begin_s = time.perf_counter()
                 server.ask(*prompts)
@@ -302,7 +304,8 @@ def _limit_s(model: Model, num_tokens: int) -> float:
         return time.perf_counter() - begin_s
 
 
-def _prompt(model: Model, num_tokens: int, seed: int) -> list[int]:
+def make_prompt(model: Model, num_tokens: int, seed: int) -> list[int]:
+    """A prompt of random tokens, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed + (1 << 20))
     found: list[int] = torch.randint(3, model.vocab_size, (num_tokens,), generator=generator).tolist()
     return found
