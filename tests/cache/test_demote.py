@@ -383,7 +383,12 @@ def test_a_source_that_is_slow_is_a_miss_and_not_a_late_target(make: Callable[..
     clock = FakeClock()
     rig = make({"disk": OddStore(), "pool": OddStore()}, clock=clock, grace_s=60.0)
     rig.saved(range(4), store="disk")
-    odd(rig, "disk").answers["get_into"] = lambda found: clock.advance(6) or found  # type: ignore[func-returns-value]
+
+    def slowly(found: list[Status]) -> list[Status]:
+        clock.advance(6)
+        return found
+
+    odd(rig, "disk").answers["get_into"] = slowly
     assert rig.ear.results(rig.demote(4, "pool", store="disk", within_s=5)) == ["miss"] * 4
     odd(rig, "disk").answers["get_into"] = lambda found: [Status.LATE] * len(found)
     assert rig.ear.results(rig.demote(4, "pool", store="disk", within_s=5)) == ["miss"] * 4

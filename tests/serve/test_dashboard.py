@@ -158,7 +158,7 @@ def test_a_tier_that_is_off_and_a_brain_that_failed_are_said(here: Served) -> No
     executor = here.running.cache._executor
     assert isinstance(executor, Worker)
     reader: VerifiedStore = executor._tiers["disk"].reader
-    reader._num_bad = reader._max_bad
+    reader._bad._num_bad = reader._bad._max_bad
     ask(here, [7, *PROMPT])
     here.until(lambda: "disk" in here.running.cache.troubles())
     said = state(here)

@@ -28,8 +28,7 @@ from transformers import DynamicCache
 
 from headwater.build import open_local, open_pool
 from headwater.config.checks import require_count, require_seconds
-from headwater.config.serve import DISK_BYTES
-from headwater.config.stores import LocalStoreConfig
+from headwater.config.stores import DISK_BYTES, LocalStoreConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import as_tokens
 from headwater.integrations.transformers.arguments import prompt_of, require_taken

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.errors import CopyStuck
+from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save, Stuck
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
 from headwater.core.results import Reason, Status
@@ -271,6 +272,8 @@ class PoolWorker:
         end = self._caller.call(order)
         if not isinstance(order, Probe):
             self._hold_up(Deadline(order.deadline_s))
+        if isinstance(end, Stuck):
+            raise CopyStuck(f"a copy of {kind} hangs, between pages of this process")
         if isinstance(end, JobFailed):
             good, statuses = 0, Counter([end.failure.value])
         else:
