@@ -29,6 +29,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _MOMENT_S = 10.0
+# Told to end when a loop or a router ends, which does not wait for that.
+_ENDING = ("AnyIO worker thread", "headwater router")
 
 Metrics.strict = True  # a name nobody declared fails the test that counts it
 
@@ -78,7 +80,7 @@ def no_leaks() -> Iterator[None]:
     yield
     _collect()
     for thread in set(threading.enumerate()) - threads:
-        if thread.name == "AnyIO worker thread":  # a loop that ends tells it to end, and does not wait for that
+        if thread.name.startswith(_ENDING):
             thread.join(_MOMENT_S)
     left = [thread.name for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
     assert not left, f"threads left running: {left}"
