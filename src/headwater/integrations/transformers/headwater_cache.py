@@ -33,7 +33,7 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import as_tokens
 from headwater.integrations.transformers.arguments import prompt_of, require_taken
-from headwater.integrations.transformers.blocks import CacheBlocks, Ids, BlocksMoved
+from headwater.integrations.transformers.blocks import BlocksMoved, CacheBlocks, Ids
 from headwater.integrations.transformers.identity import computed_with, model_identity_of, model_weights, stamp
 from headwater.integrations.transformers.layout import cache_layout
 from headwater.integrations.transformers.scope import first_layers, require_known
