@@ -94,8 +94,8 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    private = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(private.numpy())).digest()
+    private: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(private.numpy()).digest()
 
 
 def _device(device: torch.device) -> Mapping[str, object]:
