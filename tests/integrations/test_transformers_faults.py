@@ -216,3 +216,19 @@ def test_ctrl_c_at_any_time_leaves_the_directory_sound(tmp_path: Path, right: st
     with open_local(LocalStoreConfig(directory=where)) as store:
         names: Any = store
         assert names.down is None
+
+
+def test_a_cache_that_is_closed_meanwhile(right: str) -> None:
+    """Another thread closes it while the model computes: the answer is there, and nothing is opened again."""
+    with MemoryStore(16 << 20) as store:
+        headwater = HeadwaterCache(model_of("llama"), store, block_tokens=BLOCK)
+
+        def stops(*_: Any) -> torch.Tensor:
+            headwater.close()
+            return torch.tensor([False])
+
+        output = ask(headwater, prompt(LENGTH), stopping_criteria=[stops])
+        assert digest(output) == right
+        assert headwater.usage is not None
+        assert "closed" in headwater.usage.not_saved
+        assert not store.names()
