@@ -292,7 +292,9 @@ def test_the_page_asks_nobody_else_and_sets_no_markup() -> None:
         for outside in ("https://", "//cdn", "@import", "url("):
             assert outside not in text, path
         assert text.count("http://") == text.count("http://www.w3.org/2000/svg"), path
-    script = page.content("/dashboard.js").decode()
+    scripts = [path for path in page.FILES if path.endswith(".js")]
+    script = "".join(page.content(path).decode() for path in scripts)
+    assert len(scripts) == 3
     for way in (
         "innerHTML",
         "outerHTML",

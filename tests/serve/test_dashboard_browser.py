@@ -8,6 +8,7 @@ import pytest
 
 from browser_kit import ENTER, TAB, Browser, browsing
 from headwater.engine.models.base import Model
+from headwater.serve import page
 from router_kit import world
 from serve_kit import WAIT_S, Served, directory, model, serving
 from test_dashboard import board_of
@@ -114,7 +115,7 @@ def test_the_key_is_in_no_address_and_nobody_else_is_asked(browser: Browser, her
     sent = [url for url in browser.requested() if not url.startswith("data:")]
     assert all(url.startswith("http://127.0.0.1:") for url in sent)
     ours = {url.removeprefix(here.url) for url in sent if url.startswith(here.url)}
-    assert ours == {"/", "/dashboard.css", "/dashboard.js", "/admin/stream"}
+    assert ours == {*page.FILES, "/admin/stream"}
 
 
 def test_a_tier_goes_off_and_comes_back_by_its_button(browser: Browser, here: Served) -> None:

@@ -1,8 +1,8 @@
 """What people look at: the page (`page/`), `GET /admin/state` and `GET /admin/stream`; for nodes and routers alike.
 
-    /, /dashboard.css, /dashboard.js    the page; open to everybody, because it holds nothing
-    /admin/state                        the state document (`state.py`), once
-    /admin/stream                       server-sent events: the document now, and again each second
+    /, /dashboard.css, /dashboard.js ...    the page; open to everybody, because it holds nothing
+    /admin/state                            the state document (`state.py`), once
+    /admin/stream                           server-sent events: the document now, and again each second
 
 What they say is in `state.py`, how it is found out in `board.py` (a node), `router/board.py` and `metrics_board.py`
 (others' metrics). Neither an engine nor torch is loaded here.

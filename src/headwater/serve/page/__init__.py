@@ -1,4 +1,4 @@
-"""The dashboard's page: three files that a browser loads as they are. No build step, nothing from elsewhere.
+"""The dashboard's page: files that a browser loads as they are. No build step, nothing from elsewhere.
 
 The page holds no data: it asks for the state document (`serve/state.py`), with the key where there is one. So everybody
 may have it. Its policy lets it run its own script, use its own style, and talk to its own server, and nothing else.
@@ -12,7 +12,10 @@ from typing import Final
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
-    "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/{name}": (name, "text/javascript; charset=utf-8")
+        for name in ("dashboard-parts.js", "dashboard-draw.js", "dashboard.js")
+    },
 }
 HEADERS: Final = {
     "Content-Security-Policy": (
