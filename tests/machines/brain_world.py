@@ -137,8 +137,9 @@ class World:
             guest.said[promised] = set(guest.keys[: guest.num_prompt])
         have = self.num_known(guest.keys) if before is None else len(before)
         room = self._room(guest)
-        options = {"load": load, "promised": promised, "meet": meet}
-        event = ev.Wanted(now_s=self.now_s, request=guest.name, num_blocks=num_blocks, **options)
+        event = ev.Wanted(
+            now_s=self.now_s, request=guest.name, num_blocks=num_blocks, load=load, promised=promised, meet=meet
+        )
         out = self.tell(event, guest, asked=num_blocks)
         if not any(isinstance(one, ev.Granted) for one in out):
             guest.said = said
@@ -231,8 +232,8 @@ class World:
         assert guest.base <= guest.num_done <= at
         assert slot not in self.known.values(), "an engine would write into a known block"
         assert slot not in self.locked(), "an engine and a load would write into one slot"
-        loaded = {place for row in guest.rows for place in row.order.slots[: num_leading(row.results or (), ("hit",))]}
-        assert slot not in loaded, "an engine would write over what was loaded"
+        loaded = {row.start + i for row in guest.rows for i in range(num_leading(row.results or (), (Status.HIT,)))}
+        assert at not in loaded, "an engine would write over what was loaded"
         self.content[slot] = content
         self._news = True
 

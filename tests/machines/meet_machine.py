@@ -58,7 +58,7 @@ class MeetMachine(BrainMachine):
         seconds=st.sampled_from((0.4, 1.0, 1.0, 2.0, 3.0)),
         first=st.lists(st.sampled_from(LONG), min_size=2, max_size=3),
     )
-    def begin(self, config: CacheConfig, share: int, seconds: float, first: list[str]) -> None:  # type: ignore[override]
+    def begin(self, config: CacheConfig, share: int, seconds: float, first: list[str]) -> None:
         """An empty cache over stores that have long prompts, and whose pace is known."""
         self.world = World(config)
         for path in LONG:
