@@ -13,19 +13,11 @@ from headwater.cache.split import best_split, split_pays
 from headwater.core import events as ev
 from headwater.core.results import Reason
 from headwater.index.slots import SlotState
-from machines.brain_world import Errand, World, WorldRequest
+from machines.brain_world import World, WorldRequest
 from machines.meet_machine import MeetMachine
 
 PROMPT = "0" * 12
 seconds = st.floats(0, 10, allow_nan=False)
-
-
-def is_ready(guest: WorldRequest) -> bool:
-    return guest.ready
-
-
-def is_cancelled(errand: Errand) -> bool:
-    return errand.cancelled
 
 
 def test_anything_may_happen_in_a_meeting() -> None:
@@ -153,12 +145,10 @@ def test_what_a_fast_store_has_comes_first_and_the_rest_meets() -> None:
     fill_store(here, "host", "0000")
     guest = begin(here)
     assert sorted(rows(here)) == [(0, 4), (10, 12)]
-    assert not is_ready(guest)
     here.end(jobs(here, ev.Load, store="disk")[0], seconds=2.0)
-    assert not is_ready(guest)
+    assert (guest.ready, guest.num_done, here.meets(guest)) == (False, 0, True)
     finish(here, ev.Load, store="host")
-    assert is_ready(guest)
-    assert (guest.num_done, here.meets(guest)) == (4, True)
+    assert (guest.ready, guest.num_done, here.meets(guest)) == (True, 4, True)
     here.close()
 
 
@@ -170,13 +160,13 @@ def test_a_row_on_its_way_is_waited_for_as_long_as_computing_it_takes() -> None:
     while guest.num_done < row.start:
         here.fill(guest, 2)
     assert here.claim(guest, guest.num_done + 1) == guest.num_done
-    assert not is_cancelled(row)
+    assert not row.cancelled
     here.wait(0.5)
     here.claim(guest, guest.num_done + 1)
-    assert not is_cancelled(row)
+    assert not row.cancelled
     here.wait(10.0)
     here.claim(guest, guest.num_done + 1)
-    assert is_cancelled(row), "it was waited for too long"
+    assert row.cancelled, "it was waited for too long"
     assert here.claim(guest, 12) == guest.num_done, "its slots may still be written to"
     here.fail(row, Reason.CANCELLED)
     assert here.claim(guest, 12) == 10, "now they may be used, up to the row behind"

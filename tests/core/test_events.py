@@ -15,7 +15,7 @@ from headwater.core.keys import BlockKey
 from headwater.core.results import JOB_FAILURES, Reason, Status
 
 KINDS = [
-    *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
+    *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.Claimed, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
     *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
     *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
     *(ev.Stored, ev.Removed, ev.TierLost),

@@ -15,7 +15,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from headwater.cache.state import Brain
 from headwater.config.cache import CacheConfig, SaveWhen
@@ -232,14 +232,8 @@ class World:
         assert guest.base <= guest.num_done <= at
         assert slot not in self.known.values(), "an engine would write into a known block"
         assert slot not in self.locked(), "an engine and a load would write into one slot"
-        orders = [(row.order, row.results or ()) for row in guest.rows]
-        loaded = {
-            place
-            for order, results in orders
-            if isinstance(order, ev.Load)
-            for place in order.slots[: num_leading(results, (Status.HIT,))]
-        }
-        assert slot not in loaded, "an engine would write over what was loaded"
+        loaded = {row.start + i for row in guest.rows for i in range(num_leading(row.results or (), (Status.HIT,)))}
+        assert at not in loaded, "an engine would write over what was loaded"
         self.content[slot] = content
         self._news = True
 
@@ -331,11 +325,10 @@ class World:
         )  # fmt: skip
         self._ended(errand, results if fits else None, event)
 
-    def fail(self, errand: Errand, failure: Reason = Reason.FAILED, *, elsewhere: bool = False) -> None:
+    def fail(self, errand: Errand, failure: Reason = Reason.FAILED) -> None:
         """A job ends without a result."""
         self.write(errand)
-        facts: dict[str, Any] = {"failure": failure, "why": "so it is", "elsewhere": elsewhere}
-        self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, **facts))
+        self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, failure=failure, why="so it is"))
 
     def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         order, guest = errand.order, errand.guest

@@ -121,9 +121,9 @@ class Loader:
         """
         head_s = 0.0  # until what is loaded first is there
         paused = [name for name in request.held if not self._jobs.tiers[name].breakers[JobKind.LOAD].would_allow(now_s)]
-        for tier_name in paused if meet and not promised else ():
-            del request.held[tier_name]
-            request.unasked[tier_name] = Reason.FAILED
+        for store in paused if meet and not promised else ():
+            del request.held[store]
+            request.unasked[store] = Reason.FAILED
         end = min(request.num_prompt, request.num_blocks)
         if promised:
             if request.base < request.probe_start:  # it had to give room since: what stores said is of other blocks
