@@ -85,6 +85,11 @@ class LoadPace:
             return None
         return lower_median(sorted(abs(b - a) / max(a, b) if a or b else 0.0 for a, b in pairwise(self._levels)))
 
+    @property
+    def last_bytes(self) -> int:
+        """What the last load moved."""
+        return self._samples[-1][0] if self._samples else 0
+
     def age_s(self, now_s: float) -> float:
         """Since when nothing was measured."""
         return now_s - self._measured_s
