@@ -107,7 +107,7 @@ def test_what_is_no_measurement_is_not_learned() -> None:
     pace = LoadPace()
     for nothing in ((0, 1.0), (-5, 1.0), (10, -1.0), (10, float("nan")), (10, float("inf"))):
         pace.measured(*nothing, 0.0)
-    assert (pace.known, pace.recall(100), pace.level, pace.start_s, pace.spread) == (False, 0.0, 0.0, 0.0, None)
+    assert (pace.facts()[0], pace.recall(100), pace.level, pace.start_s, pace.spread) == (None, 0.0, 0.0, 0.0, None)
     assert (pace.newest, pace.bytes_in(1.0)) == (1.0, float("inf"))
 
 
