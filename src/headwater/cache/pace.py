@@ -51,11 +51,6 @@ class LoadPace:
             self.start_s = found[0]
         self._levels = [max(took - self.start_s, _LEAST * took) / size for size, took in self._samples]
 
-    @property
-    def known(self) -> bool:
-        """Whether anything was measured, however long ago."""
-        return bool(self._samples)
-
     def seconds(self, num_bytes: int, now_s: float) -> float:
         """How long so many bytes should take; nothing, as long as nobody knows, or not any more."""
         return 0.0 if now_s - self._measured_s > _FORGOTTEN_S else self.recall(num_bytes)
@@ -84,6 +79,11 @@ class LoadPace:
         if len(self._levels) <= _PAIRS:
             return None
         return lower_median(sorted(abs(b - a) / max(a, b) if a or b else 0.0 for a, b in pairwise(self._levels)))
+
+    @property
+    def last_bytes(self) -> int:
+        """What the last load moved."""
+        return self._samples[-1][0] if self._samples else 0
 
     def age_s(self, now_s: float) -> float:
         """Since when nothing was measured."""

@@ -152,6 +152,11 @@ class TierState:
         lag_s = self.lag_s or 0.0
         num_bytes = self.loading.bytes_in(min(_TRIAL_S, _TRIAL_SHARE * compute_s) - lag_s)
         num_blocks = max(1, int(num_bytes // block_bytes))
+        if num_blocks * block_bytes == self.loading.last_bytes:  # sizes that differ tell a load's start from its bytes
+            if num_blocks > 1:
+                num_blocks //= 2
+            elif self.loading.recall(2 * block_bytes) <= _TRIAL_S:
+                num_blocks = 2
         cost_s = self.loading.recall(num_blocks * block_bytes) + lag_s
         pause_s = min(_TRIAL_MOST_S, max(_TRIAL_LEAST_S, _TRIAL_EVERY * cost_s))
         due = self.loading.age_s(now_s) >= pause_s or self.loading.newest < _BETTER
@@ -179,4 +184,4 @@ def how_much_to_load(
     num_blocks, compute_s = end - start, cost.row_s(start, end)
     if compute_s <= 0 or tier.recall_s(num_blocks * block_bytes) <= tier.worth * compute_s:
         return num_blocks
-    return min(num_blocks, tier.trial(compute_s, block_bytes, now_s))
+    return min(max(1, num_blocks - 1), tier.trial(compute_s, block_bytes, now_s))

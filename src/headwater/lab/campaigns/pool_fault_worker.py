@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from headwater.core.errors import CopyStuck
+from headwater.core.errors import HeadwaterError
 from headwater.core.events import Job, JobDone, JobFailed, Load, Probe, Save, Stuck
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName
@@ -270,10 +270,12 @@ class PoolWorker:
         """Have a job done, wait for it, write down how long it took. Its good pages count as work done."""
         begin_s = time.monotonic()
         end = self._caller.call(order)
+        if isinstance(end, Stuck):
+            raise HeadwaterError(
+                f"a copy of job {order.job} hangs, and its slots are in use: pools cannot bring that about"
+            )
         if not isinstance(order, Probe):
             self._hold_up(Deadline(order.deadline_s))
-        if isinstance(end, Stuck):
-            raise CopyStuck(f"a copy of {kind} hangs, between pages of this process")
         if isinstance(end, JobFailed):
             good, statuses = 0, Counter([end.failure.value])
         else:
