@@ -15,7 +15,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from headwater.cache.state import Brain
 from headwater.config.cache import CacheConfig, SaveWhen
@@ -325,10 +325,11 @@ class World:
         )  # fmt: skip
         self._ended(errand, results if fits else None, event)
 
-    def fail(self, errand: Errand, failure: Reason = Reason.FAILED) -> None:
+    def fail(self, errand: Errand, failure: Reason = Reason.FAILED, *, elsewhere: bool = False) -> None:
         """A job ends without a result."""
         self.write(errand)
-        self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, failure=failure, why="so it is"))
+        facts: dict[str, Any] = {"failure": failure, "why": "so it is", "elsewhere": elsewhere}
+        self._ended(errand, None, ev.JobFailed(now_s=self.now_s, job=errand.order.job, **facts))
 
     def _ended(self, errand: Errand, results: tuple[Status, ...] | None, event: ev.Event) -> None:
         order, guest = errand.order, errand.guest
