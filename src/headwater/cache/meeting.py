@@ -83,7 +83,8 @@ class Meetings:
         if at >= low:
             return
         block_s = load_s(at) / (low - at)
-        num = min(_MOST_BLOCKS, max(-(-(low - at) // _PART), int(_ROW_S / block_s) if block_s > 0 else _MOST_BLOCKS))
+        in_time = int(min(_MOST_BLOCKS, _ROW_S / block_s)) if block_s > 0 else _MOST_BLOCKS
+        num = min(_MOST_BLOCKS, max(-(-(low - at) // _PART), in_time))
         start = max(at, low - num)
         start = next((i + 1 for i in range(low - 1, start - 1, -1) if self._where(request, i) != name), start)
         row: dict[str, Any] = {"keys": tuple(request.keys[start:low]), "parent": request.before(start)}

@@ -8,6 +8,7 @@ could be loaded is (`how_much_to_load`): that costs little if the store is as sl
 next request tries again at once; two such trials are believed.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -151,7 +152,7 @@ class TierState:
             return 0
         lag_s = self.lag_s or 0.0
         num_bytes = self.loading.bytes_in(min(_TRIAL_S, _TRIAL_SHARE * compute_s) - lag_s)
-        num_blocks = max(1, int(num_bytes // block_bytes))
+        num_blocks = max(1, int(num_bytes / block_bytes)) if math.isfinite(num_bytes) else 1  # bytes that cost nothing
         if num_blocks * block_bytes == self.loading.last_bytes:  # sizes that differ tell a load's start from its bytes
             if num_blocks > 1:
                 num_blocks //= 2

@@ -109,6 +109,10 @@ class ThrottledStore(WrapperStore):
         inner = self.store.addressable() if self._in_place else None
         return None if inner is None else _ThrottledAddresses(inner, self._late)
 
+    def piecewise(self) -> None:
+        """None: pages are given whole."""
+        return
+
     def cached_names(self) -> CachedNames | None:
         """As of the store inside: only reading is slow."""
         return self.store.cached_names()
