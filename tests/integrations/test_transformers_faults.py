@@ -64,6 +64,14 @@ class TroubledStore(OpaqueStore):
         return super().contains(names, deadline=deadline)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background, and its children, ignore Ctrl-C otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("at", [0, 1, -1])
 @pytest.mark.parametrize("block", [0, 2, 5])
 def test_one_flipped_byte_is_computed_again(block: int, at: int, place: Path, right: str) -> None:
@@ -169,7 +177,7 @@ def test_a_store_without_room(right: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["contains", "get_into", "put"])
-def test_ctrl_c_while_the_store_is_at_it(call: str, right: str) -> None:
+def test_ctrl_c_while_the_store_is_at_it(call: str, right: str, interruptible: None) -> None:
     """The job goes on without its caller; the next call has other slots, and everything is right."""
     at_it, goes_on = threading.Event(), threading.Event()
 
@@ -194,7 +202,7 @@ def test_ctrl_c_while_the_store_is_at_it(call: str, right: str) -> None:
         assert hits(filling) == 96
 
 
-def test_ctrl_c_at_any_time_leaves_the_directory_sound(tmp_path: Path, right: str) -> None:
+def test_ctrl_c_at_any_time_leaves_the_directory_sound(tmp_path: Path, right: str, interruptible: None) -> None:
     where = tmp_path / "llama"
     open_local(LocalStoreConfig(directory=where, limit_bytes=32 << 20)).close()
     command = [sys.executable, str(Path(transformers_kit.__file__)), str(tmp_path), "llama", str(BLOCK)]

@@ -337,19 +337,18 @@ def test_a_store_that_hangs_costs_its_deadline_and_nothing_else(disk: Path, monk
 
 
 class _Hang:
-    """The first scatter does not return until it is let go; then it still writes."""
+    """The first copy to the device does not return until it is let go; then it still writes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived, self.go_on = threading.Event(), threading.Event()
         self.wrote = threading.Event()
         self.engine: FakeEngine | None = None  # the rank's loads are late then
         self.alone = False  # this one only
-        scatter = TorchStaging.scatter
+        scatter = TorchStaging.scatter_from
 
-        def hang(staging: TorchStaging, pages: Any, slots: Any) -> None:
+        def hang(staging: TorchStaging, frames: Any, slots: Any, **more: Any) -> Any:
             if self.arrived.is_set():
-                scatter(staging, pages, slots)
-                return
+                return scatter(staging, frames, slots, **more)
             assert self.engine is not None
             for side in self.engine.worker.sides:
                 if side._executor._runner._staging is staging:  # type: ignore[attr-defined]
@@ -358,10 +357,12 @@ class _Hang:
                     make_late(side._executor)  # type: ignore[arg-type]  # it is the worker
             self.arrived.set()
             assert self.go_on.wait(ROOM_S)
-            scatter(staging, pages, slots)
+            transfer = scatter(staging, frames, slots, **more)
+            assert transfer.wait(ROOM_S)
             self.wrote.set()
+            return transfer
 
-        monkeypatch.setattr(TorchStaging, "scatter", hang)
+        monkeypatch.setattr(TorchStaging, "scatter_from", hang)
 
 
 def _step_until(engine: FakeEngine, condition: Any) -> None:

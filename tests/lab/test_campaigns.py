@@ -90,12 +90,12 @@ def test_who_is_late_by_itself_is_not_taken_for_starved(shm: Path, monkeypatch: 
 def test_a_read_that_waits_until_its_deadline_is_not_taken_for_starved(tmp_path: Path) -> None:
     watcher = stopped.Watcher(tmp_path / "store", random.Random(1))  # on a disk, where pages are read by that call
 
-    def waits(pages: Any, *, deadline: Deadline) -> list[Status]:  # for a lock, and wakes up now and then
+    def waits(pages: Any, *, deadline: Deadline, **_: Any) -> list[Status]:  # for a lock, and wakes up now and then
         while not deadline.expired:
             time.sleep(min(0.001, deadline.remaining_s))
         return [Status.LATE] * len(pages)
 
-    watcher.store.get_into = waits  # type: ignore[method-assign]
+    watcher.store.read_pieces = waits  # type: ignore[method-assign,assignment]
     for _ in range(10):
         watcher.look()
     watcher.store.close()

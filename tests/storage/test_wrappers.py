@@ -20,7 +20,7 @@ from headwater.storage.local.mapped import MappedStore
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.wrappers import OpaqueStore, WrapperStore
-from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore
+from headwater.testing.faulty_stores import DelayStore, Faults, FaultyStore, ThrottledStore
 from headwater.testing.pages import PLANE_BYTES, SEALED_AT_MS, sample_chain
 from headwater.testing.stores import StoreTests, past, soon
 
@@ -29,6 +29,7 @@ WRAPPERS: dict[str, Callable[[Store], Store]] = {
     "plain": WrapperStore,
     "opaque": OpaqueStore,
     "delay": lambda store: DelayStore(store, 0.0001),
+    "throttled": lambda store: ThrottledStore(store, 0.0001, in_place=True),
     "two": lambda store: WrapperStore(DelayStore(WrapperStore(store), 0.0)),
     "faulty": lambda store: FaultyStore(store, Faults()),
 }
@@ -137,4 +138,4 @@ def test_every_wrapper_that_is_shipped_is_tried_here() -> None:
         for one in below(WrapperStore)
         if one.__module__.startswith(("headwater.storage", "headwater.testing"))
     }
-    assert shipped == {"WrapperStore", "OpaqueStore", "DelayStore", "FaultyStore", "ReshardedStore"}
+    assert shipped == {"WrapperStore", "OpaqueStore", "DelayStore", "FaultyStore", "ReshardedStore", "ThrottledStore"}
