@@ -33,7 +33,7 @@ WRAPPERS: dict[str, Callable[[Store], Store]] = {
     "two": lambda store: WrapperStore(DelayStore(WrapperStore(store), 0.0)),
     "faulty": lambda store: FaultyStore(store, Faults()),
 }
-IN_PLACE = {"plain", "delay", "two"}  # through these a store's pages are written and read where they lie
+IN_PLACE = {"plain", "delay", "throttled", "two"}  # through these a store's pages are written and read where they lie
 
 
 @pytest.fixture
