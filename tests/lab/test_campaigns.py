@@ -95,7 +95,7 @@ def test_a_read_that_waits_until_its_deadline_is_not_taken_for_starved(tmp_path:
             time.sleep(min(0.001, deadline.remaining_s))
         return [Status.LATE] * len(pages)
 
-    watcher.store.read_pieces = waits  # type: ignore[method-assign,assignment]
+    watcher.store.read_pieces = waits  # type: ignore[method-assign]
     for _ in range(10):
         watcher.look()
     watcher.store.close()
