@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-DEBIAN := redis-server libibverbs1 chromium chromium-driver
+DEBIAN := redis-server libibverbs1 chromium chromium-driver prometheus
 VLLM_VENV  := .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: venv serve pd servers test check nightly clean vllm-venv vllm-peers test-vllm test-extras
+.PHONY: venv serve pd servers test test-long check nightly clean vllm-venv vllm-peers test-vllm test-extras
 
 venv: $(STAMP)
 
@@ -29,12 +29,15 @@ check: venv
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 servers:  ## what the tests start themselves, by Debian's names
-	@{ command -v redis-server && command -v chromium && command -v chromedriver && ldconfig -p | grep -q libibverbs.so.1; } \
+	@{ command -v redis-server && command -v chromium && command -v chromedriver && command -v promtool && ldconfig -p | grep -q libibverbs.so.1; } \
 	  > /dev/null || { apt-get update -qq && apt-get install -qq -y $(DEBIAN); } \
 	  || { echo "the tests need $(DEBIAN); as root: apt-get install $(DEBIAN)"; exit 1; }
 
 test: check servers
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m "not long"
+
+test-long: venv servers  ## fault campaigns, attacks and soaks: minutes
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m long
 
 vllm-venv: $(VLLM_STAMP)
 

@@ -16,12 +16,12 @@ Index-only: no data goes to the store or comes from it, and it is not even asked
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from headwater.config.environment import write_config
 from headwater.config.writes import WriteConfig
 from headwater.core.breaker import MAX_PAUSE_S
+from headwater.core.closing import Closing
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.events import MoveListener, Removed, Stored
 from headwater.core.identity import CacheIdentity
@@ -44,7 +44,7 @@ _THREADS: Final = 4  # that call the store, and as many more for those that hang
 _INDEX_ONLY: Final = Reached(0, Reason.INDEX_ONLY, "no data is moved")
 
 
-class AttentionStore:
+class AttentionStore(Closing):
     """One identity's blocks on one device (or on one rank of it), and a store. Several threads may use it at once.
 
     Owns neither store nor staging, but the executor that moves blocks between them: close it before them. The pages of
@@ -250,14 +250,6 @@ class AttentionStore:
         """End the threads; idempotent. False: a call or a copy has not returned: store and staging must stay."""
         self._closed = True
         return self._worker is None or self._worker.close(timeout_s)
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
     # ------------------------------------------------------------------------------------------------------------------
 

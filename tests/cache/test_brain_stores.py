@@ -210,17 +210,27 @@ def test_what_is_queued_before_it_counts_in_what_a_load_takes() -> None:
     here.close()
 
 
-@pytest.mark.parametrize("cut_short", ["failed", "late"])
-def test_nothing_is_learned_of_speed_from_what_was_cut_short(cut_short: str) -> None:
+def test_nothing_is_learned_of_speed_from_what_was_cut_short() -> None:
     here = world(tier(), num_slots=8)
     fill_store(here, "host", "01")
     guest = ask(here, "guest", "01")
     here.want(guest, 2)
-    here.end(the(here, ev.Load), ["hit", cut_short], seconds=60.0)
+    here.end(the(here, ev.Load), ["hit", "failed"], seconds=60.0)
     here.fill(guest, 1)
-    here.end(the(here, ev.Save), [cut_short] * len(the(here, ev.Save).order.keys), seconds=60.0)
+    here.end(the(here, ev.Save), ["failed"] * len(the(here, ev.Save).order.keys), seconds=60.0)
     host = here.brain.tiers["host"]
     assert (host.loading.seconds(100, here.now_s), host.saving.seconds(100, here.now_s)) == (0.0, 0.0)
+
+
+def test_a_load_that_was_late_says_how_slow_its_store_is() -> None:
+    here = world(tier(), num_slots=8)
+    fill_store(here, "host", "01")
+    guest = ask(here, "guest", "01")
+    here.want(guest, 2)
+    here.end(the(here, ev.Load), ["hit", "late"], seconds=6.0)
+    host = here.brain.tiers["host"]
+    assert host.loading.seconds(2 * here.config.block_bytes, here.now_s) == pytest.approx(12.0)
+    assert not host.queued_load_bytes
     here.close()
 
 

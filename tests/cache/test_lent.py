@@ -98,7 +98,8 @@ def _a_hole_is_mended(url: str, directory: Path) -> None:
         _lose_one(engine, prompt, 3)
         assert _ask(engine, "who mends", prompt) == 3
         found = _ask(engine, "again", prompt)
-        assert found == 10, (engine.num_failed, engine.scheduler.cache.metrics.counters())
+        metrics = engine.scheduler.cache.metrics
+        assert found == 10, f"{engine.num_failed} failed: {metrics.counters()}, {metrics.events()}"
         brain = engine.scheduler.cache.brain
         assert not brain.tiers["pool"].queued_save_bytes
 

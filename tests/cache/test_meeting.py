@@ -229,3 +229,17 @@ def test_a_row_that_is_stuck_sends_its_request_away() -> None:
     assert here.brain.requests["guest"].stuck
     here.leave(guest)
     here.close()
+
+
+def test_what_was_to_be_loaded_whole_and_is_late_is_split_after_all() -> None:
+    here = slow_world(0.1)
+    guest = begin(here)
+    assert rows(here) == [(0, 12)], "ten times as fast as computing: loaded whole"
+    late = the(here, ev.Load)
+    assert late.order.deadline_s == here.now_s + 5.0  # of a timeout of five; computing would take twelve
+    here.wait(5.0)
+    here.end(late, ["hit"] * 2 + ["late"] * 10, seconds=5.0)
+    here.check()
+    assert here.meets(guest)
+    assert rows(here)[0][1] == 12, "what is left comes from its end"
+    assert guest.num_done == 2

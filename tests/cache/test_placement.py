@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from brain_kit import ask, fill_store, jobs, the, tier, total, world
@@ -163,6 +163,8 @@ def test_a_trial_is_small_and_rare(num_blocks: int, pace: float, cost_s: float, 
     slow_for_s=st.floats(0.0, 200.0),
     start_s=st.floats(0.0, 0.005),
 )
+@example(every_s=2.0, slow=137.0, fast=0.375, num_blocks=52, slow_for_s=0.0, start_s=0.002)
+@example(every_s=2.0, slow=924.0, fast=0.5, num_blocks=500, slow_for_s=0.0, start_s=0.005)
 def test_a_store_that_became_fast_is_used_again_within_a_minute(
     every_s: float, slow: float, fast: float, num_blocks: int, slow_for_s: float, start_s: float
 ) -> None:

@@ -28,7 +28,7 @@ from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, audit, directory
 from headwater.storage.local.families import FamilyUse
 from headwater.storage.local.geometry import Geometry
-from headwater.transfer.device.copy import scatter
+from headwater.testing.copy import scatter
 
 PLANES = (3000, 5000)
 LAYOUT = opaque_layout(PLANES, 16)

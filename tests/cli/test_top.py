@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from headwater.cli import app
 from headwater.engine.models.base import Model
 from headwater.lab.draw_state import screen
-from headwater.serve.ask_state import ask_state
+from headwater.serve.ask_server import ask_state
 from router_kit import world
 from serve_kit import Served, directory, model, serving
 from test_serve_revive import KEY, ask, switch_off

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from copy_kit import WAIT_S, Hold, OddWire, no_traces
+from engine_kit import EngineRig, Run, make_prompt
 from headwater.build import open_cache, open_local
 from headwater.cache.cache import TieredCache
 from headwater.config.cache import CacheConfig, TierConfig
@@ -19,11 +19,9 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.events import Load
 from headwater.core.keys import BlockKey
 from headwater.core.page import page_name
-from headwater.engine.connector import Connector
-from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.make_model import FAMILIES, random_model
 from headwater.engine.models.base import Computed, Model, Span
-from headwater.engine.request import Finish, Output, Request, Sampling, Usage
+from headwater.engine.request import Finish
 from headwater.index.slots import SlotState
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
@@ -32,7 +30,7 @@ from headwater.storage.verified import Loan, VerifiedStore
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_queue import Transfer
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Wire, WirePiece
 from headwater.transfer.executor.staging import TorchStaging
 from headwater.transfer.executor.worker import Worker
@@ -83,92 +81,33 @@ class WiredStaging(TorchStaging):
 
     def __init__(self, planes: DeviceCache, pages: Any) -> None:
         super().__init__(planes, pages)
-        self._engine.close()
+        self.engine.close()
         self.wires: dict[Direction, OddWire] = {}
         self.loads: list[Transfer] = []
 
         def make(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
             return self.wires.setdefault(direction, OddWire(cache, layout, direction, place_bytes=1))
 
-        self._engine = CopyEngine(planes, wires=make)
+        self.engine = engine = CopyEngine(planes, wires=make)
+        begin = engine.scatter
 
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: Digests,
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> Transfer:
-        self.loads.append(super().scatter_from(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over))
-        return self.loads[-1]
+        def scatter(*args: Any, **more: Any) -> Transfer:
+            self.loads.append(begin(*args, **more))
+            return self.loads[-1]
+
+        engine.scatter = scatter  # type: ignore[method-assign]
 
 
-class Patient(Connector):
-    """Loads whatever is there, however fast a tiny model computes."""
-
-    def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
-        pass
-
-
-@dataclass
-class Run:
-    """What became of a request."""
-
-    request: Request
-    over: threading.Event = field(default_factory=threading.Event)
-    tokens: list[int] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    finish: Finish | None = None
-    usage: Usage | None = None
-    blocks: dict[BlockKey, bytes] = field(default_factory=dict)
-
-
-class Rig:
+class Rig(EngineRig):
     """An engine on a slab."""
 
     def __init__(self, model: Watched, planes: DeviceCache, staging: WiredStaging, cache: TieredCache) -> None:
-        self.model, self.planes, self.staging, self.cache = model, planes, staging, cache
-        self.runs: dict[str, Run] = {}
-        config = EngineConfig(step_tokens=CHUNK)
-        connector = Patient(cache, model.identity, probe_s=WAIT_S)
-        self.engine = Engine(model, planes, connector, config, watch=self._watch)
+        super().__init__(model, planes, cache, step_tokens=CHUNK, num_answer=ANSWER)
+        self.model, self.staging = model, staging
 
     @property
     def into(self) -> OddWire:
         return self.staging.wires[Direction.IN]
-
-    def _watch(self, request: Request, logits: torch.Tensor) -> None:
-        self.runs[request.name].logits.append(logits.clone())
-
-    def begin(self, prompt: list[int], *, max_tokens: int = ANSWER, heard: Callable[[], None] | None = None) -> Run:
-        def listen(output: Output) -> None:
-            run.tokens.extend(output.tokens)
-            if heard is not None:
-                heard()
-            if output.finish is not None:
-                run.finish, run.usage = output.finish, output.usage
-                run.over.set()
-
-        sampling = Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        request = Request(name=f"request {len(self.runs)}", prompt=prompt, sampling=sampling, listen=listen)
-        run = self.runs[request.name] = Run(request)
-        self.engine.submit(request)
-        return run
-
-    def end(self, run: Run) -> Run:
-        assert run.over.wait(WAIT_S)
-        with self.cache.still() as brain:
-            known = {key: slot for key, _, slot in brain.blocks()}
-        run.blocks = {key: self.block(known[key]) for key in run.request.keys if key in known}
-        return run
-
-    def ask(self, prompt: list[int]) -> Run:
-        return self.end(self.begin(prompt))
-
-    def block(self, slot: int) -> bytes:
-        return torch.cat([row[slot] for row in self.planes.rows]).numpy().tobytes()
 
     def make_late(self) -> None:
         assert isinstance(self.cache._executor, Worker)
@@ -183,14 +122,6 @@ class Rig:
         held = Hold()
         self.into.on_finish = lambda piece: held(piece) if plane in piece.planes else None
         return held
-
-    def check_nothing_is_held(self) -> None:
-        assert self.cache.drain(WAIT_S)
-        with self.cache.still() as brain:
-            brain.validate()
-            counts = brain.slots.counts()
-            assert (counts[SlotState.OWN], counts[SlotState.QUARANTINED]) == (0, 0)
-            assert not [*brain.requests, *brain.jobs, *brain.pending]
 
 
 @contextmanager
@@ -223,11 +154,6 @@ def rig(model: Model, shm: Path) -> Iterator[tuple[Rig, MappedStore]]:
 @pytest.fixture(scope="module", params=["llama", "deepseek_v3"])
 def model(request: pytest.FixtureRequest) -> Model:
     return random_model(FAMILIES[request.param], dtype="fp32", block_tokens=BLOCK)
-
-
-def make_prompt(model: Model, num_tokens: int, seed: int = 1) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, model.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
 @pytest.fixture
@@ -471,7 +397,7 @@ def test_who_queues_behind_a_copy_that_hangs_goes_on(model: Model, shm: Path, pr
         try:
             runs = [here.begin(prompt)]
             assert held.arrived.wait(WAIT_S)
-            wait_until(lambda: not here.staging._engine._queues[Direction.IN]._free)
+            wait_until(lambda: not here.staging.engine._queues[Direction.IN]._free)
             runs.append(here.begin(other))
             wait_until(lambda: len(here.staging.loads) == 2)
             here.make_late()

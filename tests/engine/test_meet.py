@@ -3,13 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
 from brain_kit import Injected
+from engine_kit import WAIT_S, EngineRig, Run, make_prompt
 from headwater.build import open_cache, open_local, open_pool
 from headwater.cache.cache import TieredCache
 from headwater.config.cache import CacheConfig, TierConfig
@@ -18,12 +18,9 @@ from headwater.core import events as ev
 from headwater.core.keys import BlockKey
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Status
-from headwater.engine.connector import Connector
-from headwater.engine.engine import Engine, EngineConfig
 from headwater.engine.make_model import FAMILIES, random_model
 from headwater.engine.models.base import Computed, Model, Span
-from headwater.engine.request import Finish, Output, Request, Sampling, Usage
-from headwater.index.slots import SlotState
+from headwater.engine.request import Finish
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.storage.base import Deadline, Store
 from headwater.testing.faulty_stores import ThrottledStore
@@ -36,7 +33,6 @@ BLOCK = 8
 NUM_BLOCKS = 20  # of a prompt
 TAIL = 3
 ANSWER = 4
-WAIT_S = 60.0
 BLOCK_S = 0.02  # to compute a block, and to load one
 LIMIT_BYTES = 64 << 20
 
@@ -80,65 +76,17 @@ class Odd(ThrottledStore):
         return results
 
 
-class Patient(Connector):
-    """Knows what computing costs, and does not learn."""
-
-    def measured(self, num_tokens: int, token_contexts: int, seconds: float) -> None:
-        pass
-
-
-@dataclass
-class Run:
-    """What became of a request."""
-
-    request: Request
-    over: threading.Event = field(default_factory=threading.Event)
-    tokens: list[int] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    finish: Finish | None = None
-    usage: Usage | None = None
-    blocks: dict[BlockKey, bytes] = field(default_factory=dict)
-
-
-class Rig:
+class Rig(EngineRig):
     """An engine on one slow store."""
 
     def __init__(self, model: Slow, planes: DeviceCache, cache: TieredCache, store: Odd, *, meets: bool) -> None:
-        self.model, self.planes, self.cache, self.store = model, planes, cache, store
-        self.runs: dict[str, Run] = {}
+        super().__init__(model, planes, cache, step_tokens=BLOCK, num_answer=ANSWER, meets=meets)
+        self.model, self.store = model, store
         self.heard: list[ev.Event] = []
-        connector = Patient(cache, model.identity, probe_s=WAIT_S, meets=meets)
-        self.engine = Engine(model, planes, connector, EngineConfig(step_tokens=BLOCK), watch=self._watch)
 
-    def _watch(self, request: Request, logits: torch.Tensor) -> None:
-        self.runs[request.name].logits.append(logits.clone())
-
-    def begin(self, prompt: list[int], *, preempt_at: int | None = None) -> Run:
-        def listen(output: Output) -> None:
-            run.tokens.extend(output.tokens)
-            if output.finish is not None:
-                run.finish, run.usage = output.finish, output.usage
-                run.over.set()
-
-        sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_eos=True)
-        request = Request(name=f"request {len(self.runs)}", prompt=prompt, sampling=sampling, listen=listen)
-        request.preempt_at = preempt_at
-        run = self.runs[request.name] = Run(request)
-        self.engine.submit(request)
-        return run
-
-    def end(self, run: Run) -> Run:
-        assert run.over.wait(WAIT_S)
-        with self.cache.still() as brain:
-            known = {key: slot for key, _, slot in brain.blocks()}
-        num_prompt = len(run.request.prompt) // BLOCK
-        for key in run.request.keys[:num_prompt]:
-            if key in known:
-                run.blocks[key] = torch.cat([row[known[key]] for row in self.planes.rows]).numpy().tobytes()
-        return run
-
-    def ask(self, prompt: list[int]) -> Run:
-        return self.end(self.begin(prompt))
+    def end(self, run: Run, num_blocks: int | None = None) -> Run:
+        """Look at the prompt's blocks only, unless told."""
+        return super().end(run, len(run.request.prompt) // BLOCK if num_blocks is None else num_blocks)
 
     def counted(self, name: str, **labels: str) -> float:
         with self.cache.still() as brain:
@@ -146,14 +94,6 @@ class Rig:
             return sum(
                 num for (series, found), num in totals if series == name and labels.items() <= dict(found).items()
             )
-
-    def check_nothing_is_held(self) -> None:
-        assert self.cache.drain(WAIT_S)
-        with self.cache.still() as brain:
-            brain.validate()
-            counts = brain.slots.counts()
-            assert (counts[SlotState.OWN], counts[SlotState.QUARANTINED]) == (0, 0)
-            assert not [*brain.requests, *brain.jobs, *brain.pending]
 
 
 @contextmanager
@@ -198,11 +138,6 @@ def opened(where: str, shm: Path, tmp_path: Path) -> Iterator[tuple[str, Odd]]:
             directory = (tmp_path if where == "disk" else shm) / "store"
             inner = stack.enter_context(open_local(LocalStoreConfig(directory=directory, limit_bytes=LIMIT_BYTES)))
         yield where.split()[0], Odd(inner, in_place=where == "host in place")
-
-
-def make_prompt(model: Model, num_tokens: int, seed: int = 1) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, model.vocab_size, (num_tokens,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ from headwater.integrations.vllm.worker import WorkerSide
 from headwater.storage.base import Deadline
 from headwater.testing.clock import FakeClock
 from headwater.testing.faulty_stores import Faults, FaultyStore
-from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.device.copy_engine import CopyEngine
 from vllm_kit import SIZE, WIDTHS, FakeEngine, FakeRequest, Group
 from worker_kit import make_late
 
@@ -344,25 +344,25 @@ class _Hang:
         self.wrote = threading.Event()
         self.engine: FakeEngine | None = None  # the rank's loads are late then
         self.alone = False  # this one only
-        scatter = TorchStaging.scatter_from
+        scatter = CopyEngine.scatter
 
-        def hang(staging: TorchStaging, frames: Any, slots: Any, **more: Any) -> Any:
+        def hang(copies: CopyEngine, frames: Any, slots: Any, **more: Any) -> Any:
             if self.arrived.is_set() or "on_over" in more:  # in place: of the host tier
-                return scatter(staging, frames, slots, **more)
+                return scatter(copies, frames, slots, **more)
             assert self.engine is not None
             for side in self.engine.worker.sides:
-                if side._executor._runner._staging is staging:  # type: ignore[attr-defined]
+                if side._executor._runner._staging.engine is copies:  # type: ignore[attr-defined]
                     while self.alone and sum(isinstance(one, Load) for one in side._live.values()) > 1:
                         time.sleep(0.001)  # others end before their deadlines
                     make_late(side._executor)  # type: ignore[arg-type]  # it is the worker
             self.arrived.set()
             assert self.go_on.wait(ROOM_S)
-            transfer = scatter(staging, frames, slots, **more)
+            transfer = scatter(copies, frames, slots, **more)
             assert transfer.wait(ROOM_S)
             self.wrote.set()
             return transfer
 
-        monkeypatch.setattr(TorchStaging, "scatter_from", hang)
+        monkeypatch.setattr(CopyEngine, "scatter", hang)
 
 
 def _step_until(engine: FakeEngine, condition: Any) -> None:
@@ -419,7 +419,7 @@ def test_a_copy_that_hangs_and_ends_between_two_steps_has_loaded_nothing(
     go_on = threading.Event()
     engine: list[FakeEngine] = []
 
-    def hang(staging: TorchStaging, frames: Any, slots: Any, **more: Any) -> None:
+    def hang(copies: CopyEngine, frames: Any, slots: Any, **more: Any) -> None:
         make_late(engine[0].worker.sides[0]._executor)  # type: ignore[arg-type]  # it is the worker
         assert go_on.wait(ROOM_S)
         raise RuntimeError("the copy came to nothing")
@@ -432,7 +432,7 @@ def test_a_copy_that_hangs_and_ends_between_two_steps_has_loaded_nothing(
             time.sleep(0.001)
         return finished(side)
 
-    monkeypatch.setattr(TorchStaging, "scatter_from", hang)
+    monkeypatch.setattr(CopyEngine, "scatter", hang)
     monkeypatch.setattr(WorkerSide, "finished", late)
     try:
         with engine_of(disk, load_timeout_s=ROOM_S) as two:

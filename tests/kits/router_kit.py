@@ -27,19 +27,24 @@ from headwater.router.lookup import Lookup
 from headwater.router.router import Router
 from headwater.router.server import RouterServer
 from headwater.router.settings import RouterConfig
+from headwater.tracing.spans import NO_TRACING, Tracing
 
 WAIT_S = 30.0  # until a test gives up; nothing is measured
 IDENTITY, LAYOUT = "ab" * 32, "cd" * 32
 NUM_TOKENS = 5
 
-FAST: dict[str, Any] = {
-    "request_timeout_s": 10.0,
+OPTIONS: dict[str, Any] = {  # a machine may be busy: nobody is called silent for it
+    "request_timeout_s": WAIT_S,
     "queue_timeout_s": 1.0,
-    "silence_s": 0.1,
-    "probe_timeout_s": 0.2,
+    "silence_s": WAIT_S,
+    "probe_timeout_s": WAIT_S,
     "pause_s": 0.1,
     "max_pause_s": 0.2,
 }
+IMPATIENT: dict[str, Any] = {
+    "silence_s": 0.1,
+    "probe_timeout_s": 0.2,
+}  # where nodes fall silent, and nothing is counted
 
 
 class Fault(StrEnum):
@@ -84,6 +89,7 @@ class Asked:
     timeout_s: float
     body: dict[str, Any]
     proof: Callable[[int], str] = lambda status: ""  # headers of its answer, by status
+    traceparent: str = ""
 
     @property
     def what(self) -> str:
@@ -112,6 +118,7 @@ class Node:
     wrong: list[str] = field(default_factory=list)  # what the router should never have sent
     under_way: dict[str, str] = field(default_factory=dict)  # attempts: what it would say of them
     probes: int = 0
+    probe_pad: int = 0  # bytes that its answers to probes are longer by
     finished: int = 0
     server: asyncio.Server | None = None
     door: Authenticator | None = None
@@ -195,7 +202,7 @@ class Node:
             return
         asked = Asked(
             path, headers["x-request-id"], headers["x-headwater-attempt"], float(headers["x-headwater-timeout-s"]),
-            json.loads(body), proof,
+            json.loads(body), proof, headers.get("traceparent", ""),
         )  # fmt: skip
         self.asked.append(asked)
         work = asyncio.create_task(self._work(asked, writer))
@@ -226,7 +233,7 @@ class Node:
         elif state is None:
             await _json(writer, 404, {"error": {"message": "unknown", "code": "not_found"}}, more=proof(404))
         else:
-            said = {"state": state, "idle_s": 1000.0 if state == "stalled" else 0.0}
+            said = {"state": state, "idle_s": 1000.0 if state == "stalled" else 0.0, "pad": "x" * self.probe_pad}
             await _json(writer, 200, said, more=proof(200))
 
     # --- what it does -------------------------------------------------------------------------------------------------
@@ -552,13 +559,24 @@ class Tokens:
 
 
 @contextmanager
-def world(*, lookup: Lookup | None = None, metrics: Metrics | None = None, **options: Any) -> Iterator[World]:
+def world(
+    *,
+    lookup: Lookup | None = None,
+    metrics: Metrics | None = None,
+    tracing: Tracing = NO_TRACING,
+    **options: Any,
+) -> Iterator[World]:
     """A router and no node yet; at the end nothing may be under way, and all of it is gone."""
     loop = asyncio.new_event_loop()
     nodes_thread = threading.Thread(target=loop.run_forever, name="test nodes")
     listener = socket.create_server(("127.0.0.1", 0))
     answers = threading.Event()
-    router = Router(RouterConfig(**{**FAST, "node_key": KEY, **options}), metrics=metrics or Metrics(), lookup=lookup)
+    router = Router(
+        RouterConfig(**{**OPTIONS, "node_key": KEY, **options}),
+        metrics=metrics or Metrics(),
+        lookup=lookup,
+        tracing=tracing,
+    )
     server = RouterServer(router, announce=answers.set)
     thread = threading.Thread(target=server.run, args=([listener],), name="test router")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -81,8 +81,9 @@ def test_placement() -> None:
     assert found["random_ratio"] <= 1.12
     assert found["ratio"] < min(found["always_load"], found["always_compute"])
     assert found["found_s"] <= 60.0
-    assert found["right"] is (found["ratio_worst"] <= 1.02)
-    assert set(found) <= set(report.notes)
+    assert max(value for name, value in found.items() if name.startswith("meet_") and "ratio" in name) <= 0.8
+    assert found["right"] is (found["meet_ratio_worst"] <= 1.02)
+    assert all(name in report.notes or name.startswith("meet_") for name in found)
 
 
 @pytest.mark.parametrize("options", [{"num_requests": 0}, {"num_requests": 1500}, {"seeds": 0}])

@@ -18,8 +18,8 @@ from headwater.testing.layouts import randomise
 from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests, Direction
 
 ROW = {"layout", "blocks", "bytes", "correct", "d2h_ratio", "h2d_ratio", "both_ratio", "gemm_slowdown", "submit_ms"}

@@ -24,6 +24,7 @@ FACTOR = 10 if NIGHTLY else 1
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600 * FACTOR)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("medium", "tight", "rounds"), [("tmpfs", True, 50), ("disk", True, 30), ("tmpfs", False, 30)])
 def test_processes_are_killed_and_stopped(shm: Path, tmp_path: Path, medium: str, tight: bool, rounds: int) -> None:
     parent = shm if medium == "tmpfs" else tmp_path
@@ -36,6 +37,7 @@ def test_processes_are_killed_and_stopped(shm: Path, tmp_path: Path, medium: str
     assert report.evictions > 1000 if tight else report.evictions == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("medium", "damages"), [("tmpfs", 600), ("disk", 200)])
 def test_files_are_damaged(shm: Path, tmp_path: Path, medium: str, damages: int) -> None:
     result = damage.campaign(damages * FACTOR, seed=3, directory=shm if medium == "tmpfs" else tmp_path)
@@ -51,6 +53,7 @@ def test_files_are_cleaned_away_under_processes_that_fork(shm: Path) -> None:
     assert result["seen"]["revived"] > 5
 
 
+@pytest.mark.long
 @pytest.mark.fault("A3")
 @pytest.mark.parametrize(("medium", "calls"), [("tmpfs", 150), ("disk", 600)])  # on a disk, reading is a call too
 def test_a_process_is_stopped_wherever_it_may_be(shm: Path, tmp_path: Path, medium: str, calls: int) -> None:
@@ -102,6 +105,7 @@ def test_a_read_that_waits_until_its_deadline_is_not_taken_for_starved(tmp_path:
     assert watcher.seen.missed == 10 * len(stopped.THERE)
 
 
+@pytest.mark.long
 def test_two_caches_on_one_directory_are_killed_and_stopped(shm: Path) -> None:
     report = two_caches.campaign(shm / "store", seconds=30 * FACTOR, seed=1, least=3)
     assert report.ok, report

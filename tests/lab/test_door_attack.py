@@ -19,6 +19,7 @@ NIGHTLY = os.environ.get("HEADWATER_TEST_PROFILE") == "nightly"
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900 if NIGHTLY else 300)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("behind_router", [False, True])
 def test_honest_clients_see_nothing_of_an_attack(tmp_path: Path, *, behind_router: bool) -> None:
     options = AttackOptions(

@@ -1,6 +1,5 @@
 """Replays: small traces whose results were worked out by hand, Belady against brute force, and the command."""
 
-import dataclasses
 import io
 import itertools
 import json
@@ -19,7 +18,7 @@ from headwater.cli import app
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.lab.replay import plot, synthetic
 from headwater.lab.replay.belady import Future
-from headwater.lab.replay.bill import ReplayOutcome, ReplaySetup, default_block_bytes
+from headwater.lab.replay.bill import STORE, ReplayOutcome, ReplaySetup, ReplayStore, default_block_bytes
 from headwater.lab.replay.run import Replay, replay
 from headwater.lab.replay.sweep import capacities, policies, sweep
 from headwater.lab.replay.synthetic import Synthetic
@@ -44,9 +43,24 @@ class Listed(Trace):
             yield TraceRecord(at_s * 1e3, len(ids), 1, tuple(ids))
 
 
+def setup_of(
+    *,
+    policy: str = "lru",
+    store_blocks: int = 0,
+    store_gbs: float | None = None,
+    behind_blocks: int = 0,
+    behind_gbs: float | None = None,
+    **options: Any,
+) -> ReplaySetup:
+    """A device, one store behind it if that has blocks, and a slower one behind that."""
+    asked = ((STORE, store_blocks, store_gbs), ("behind", behind_blocks, behind_gbs))
+    stores = tuple(ReplayStore(name=name, blocks=blocks, gbs=gbs) for name, blocks, gbs in asked if blocks)
+    return ReplaySetup(policy=policy, stores=stores, **options)
+
+
 def play(trace: Trace, **options: Any) -> ReplayOutcome:
     """Replay, with everything checked after every request."""
-    run = Replay(ReplaySetup(**{"policy": "lru", "block_bytes": 1, **options}), block_tokens=trace.block_tokens)
+    run = Replay(setup_of(**{"block_bytes": 1, **options}), block_tokens=trace.block_tokens)
     for request in trace:
         run.feed(request)
         run.brain.validate()
@@ -197,6 +211,39 @@ def test_what_is_slower_than_computing_is_not_loaded() -> None:
     assert outcome.missed_blocks == {"never_stored": 2, "not_worth_it": 2}
 
 
+def test_two_stores_behind_it() -> None:
+    outcome = play(Listed(FEW), blocks=4, store_blocks=3, behind_blocks=8, block_bytes=100)
+    device, store, behind = outcome.tiers
+    assert (device.hit_blocks, store.hit_blocks, behind.hit_blocks) == (4, 0, 1)
+    assert behind.evicted_blocks == 0
+    assert behind.written_bytes == 600  # each block once
+
+
+def test_computing_takes_its_time_step_by_step() -> None:
+    trace = Listed([[1, 2, 3], [1, 2, 3]], [0, 4])
+    options: dict[str, Any] = {"blocks": 9, "compute_base_s": 1.0, "compute_slope_s": 0.5}
+    assert play(trace, **options).hit_blocks == 3  # at once
+    assert play(trace, step_blocks=1, **options).hit_blocks == 2  # there at 1, 2.5 and 4.5 s
+    assert play(trace, step_blocks=2, **options).hit_blocks == 2  # there at 2.5 and 4.5 s
+    assert play(trace, step_blocks=3, **options).hit_blocks == 0
+    late = Listed([[1, 2, 3], [1, 2, 3]], [0, 4.5])
+    assert play(late, step_blocks=1, **options).hit_blocks == 3
+
+
+def test_requests_compute_beside_each_other() -> None:
+    trace = Listed([[1, 2], [3, 4], [1, 2], [3, 4]], [0, 0, 2, 2])
+    outcome = play(trace, blocks=9, compute_base_s=1.0, step_blocks=1)
+    assert outcome.hit_blocks == 4
+    assert outcome.waited_s == 0
+
+
+def test_who_computes_keeps_its_room() -> None:
+    trace = Listed([[1, 2], [3, 4], [1, 2]], [0, 1, 5])
+    outcome = play(trace, blocks=2, compute_base_s=1.0, step_blocks=1)  # the second waits until the first has ended
+    assert outcome.hit_blocks == 0
+    assert outcome.missed_blocks == {"never_stored": 4, "evicted": 2}
+
+
 def test_a_counting_store_keeps_no_orphans() -> None:
     store = CountingStore(2, policy="lru", block_bytes=1)
     one, two, three = keys_of((1, 2, 3))
@@ -212,15 +259,25 @@ def test_a_counting_store_keeps_no_orphans() -> None:
     prompts=PROMPTS,
     blocks=st.integers(1, 6),
     store_blocks=st.integers(1, 6),
+    behind=st.sampled_from([(0, None), (4, None), (9, 0.3)]),
     gap_s=st.sampled_from([0.0, 0.4, 3.0]),
     compute_s=st.sampled_from([0.0, 0.7, 9.0]),
+    step_blocks=st.integers(0, 2),
     policy=st.sampled_from(EVERY_POLICY),
 )
 def test_any_trace_ends_and_adds_up(
-    prompts: list[list[int]], blocks: int, store_blocks: int, gap_s: float, compute_s: float, policy: str
+    prompts: list[list[int]],
+    blocks: int,
+    store_blocks: int,
+    behind: tuple[int, float | None],
+    gap_s: float,
+    compute_s: float,
+    step_blocks: int,
+    policy: str,
 ) -> None:
     trace = Listed(prompts, [i * gap_s for i in range(len(prompts))])
-    slow = SLOW | {"store_blocks": store_blocks, "compute_base_s": compute_s}
+    slow = SLOW | {"store_blocks": store_blocks, "behind_blocks": behind[0], "behind_gbs": behind[1]}
+    slow |= {"compute_base_s": compute_s, "step_blocks": step_blocks}
     assert play(trace, policy=policy, blocks=blocks, **slow).num_requests == len(prompts)
 
 
@@ -279,7 +336,7 @@ def test_with_room_for_all_everything_seen_before_hits(kind: str, policy: str) -
     found = survey(trace)
     assert found.unbounded_hit_blocks > 0
     for options in ({"blocks": found.num_unique_blocks}, {"blocks": 1 << 40}, {"blocks": 200, "store_blocks": 1 << 40}):
-        outcome = replay(trace, ReplaySetup(policy=policy, **options), survey=found)
+        outcome = replay(trace, setup_of(policy=policy, **options), survey=found)
         assert outcome.hit_blocks == found.unbounded_hit_blocks, options
         assert outcome.requested_blocks == found.num_blocks
 
@@ -394,7 +451,7 @@ def test_made_up_traces_are_refused_where_they_make_no_sense() -> None:
 def test_a_sweep_has_a_bound_for_each_outcome() -> None:
     trace = Synthetic("chat", 300)
     setups = [ReplaySetup(policy="lru", blocks=blocks) for blocks in (50, 200)]
-    setups.append(dataclasses.replace(setups[0], store_blocks=150))
+    setups.append(setup_of(blocks=50, store_blocks=150))
     told: list[str] = []
     found = sweep(trace, setups, tell=lambda stage, done, total: told.append(stage))
     assert [one.hit_blocks for one in found.outcomes] == [play(trace, blocks=n).hit_blocks for n in (50, 200)] + [

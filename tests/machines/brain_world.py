@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import pytest
+
 from headwater.cache.state import Brain
 from headwater.config.cache import CacheConfig, SaveWhen
 from headwater.core import encoding
@@ -502,8 +504,12 @@ class World:
             assert guest is not None
             assert guest.table is not None
             end = start + len(one.keys)
+            waits_s = tier.load_timeout_s
             if any(job.job == one.job for job in self.brain.requests[guest.name].loads):
                 assert isinstance(event, ev.Wanted)
+                compute_s = 0.0 if event.promised else sum(map(self.brain.cost.block_s, range(start, end)))
+                if compute_s:
+                    waits_s = min(waits_s, max(1.25 * compute_s, 0.2 * waits_s))
                 assert start == (guest.loads[-1].start + len(guest.loads[-1].order.keys) if guest.loads else guest.base)
                 guest.loads.append(errand)
             else:
@@ -516,7 +522,7 @@ class World:
             assert end <= guest.num_prompt
             assert one.slots == guest.table[start:end]
             assert set(one.keys) <= guest.said[one.store], "a load of what nobody has"
-            assert one.deadline_s == self.now_s + tier.load_timeout_s
+            assert one.deadline_s == pytest.approx(self.now_s + waits_s)
             errand.guest = guest
         elif isinstance(one, ev.Save):
             assert tier.save is not SaveWhen.NEVER

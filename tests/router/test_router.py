@@ -25,6 +25,7 @@ from headwater.core.breaker import BreakerState
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.results import HANDOFF_REASONS, Reason
 from headwater.core.role import Role
+from headwater.disagg import events
 from headwater.disagg.events import EventReader, NotEvents, event_of
 from headwater.disagg.heartbeat import Heartbeat, NodeLoad, Rates
 from headwater.metrics import Metrics
@@ -35,9 +36,24 @@ from headwater.router.nodes import HeartbeatKind, NodeRefused, NodeSlot, NodeTab
 from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
-from headwater.router.trouble import PREFILL_AGAIN, Trouble, judge
+from headwater.router.trouble import PREFILL_AGAIN, Trouble, judge, object_in
 from headwater.router.wait_line import WaitLine
-from router_kit import BEFORE, IDENTITY, LAYOUT, MIDDLE, WAIT_S, Asked, Fault, Node, Stalls, Tokens, World, world
+from headwater.router.whole import WholeNodeAnswer
+from router_kit import (
+    BEFORE,
+    IDENTITY,
+    IMPATIENT,
+    LAYOUT,
+    MIDDLE,
+    WAIT_S,
+    Asked,
+    Fault,
+    Node,
+    Stalls,
+    Tokens,
+    World,
+    world,
+)
 
 COMPLETIONS = "/v1/completions"
 
@@ -379,6 +395,47 @@ def test_what_is_no_event_is_refused() -> None:
         EventReader(limit_bytes=10).feed(b"data: " + b"x" * 20)
 
 
+@pytest.mark.fault("X8")
+def test_a_large_event_in_crumbs_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each crumb is searched, and not all that came before it: a node could keep a router's loop busy for minutes."""
+    event = event_of({"choices": [{"text": "x" * 20_000}]})
+    searched: list[int] = []
+
+    class Counting:
+        def search(self, data: bytearray, start: int) -> Any:
+            searched.append(len(data) - start)
+            return ends.search(data, start)
+
+    ends = events._END
+    monkeypatch.setattr(events, "_END", Counting())
+    reader, found = EventReader(), []
+    for at in range(0, len(event), 50):
+        found += reader.feed(event[at : at + 50])
+    assert [whole for whole, _ in found] == [event]
+    assert max(searched) <= 52
+
+
+@pytest.mark.fault("X10")
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
+def test_numbers_that_could_not_be_sent_on_are_no_answer(number: str) -> None:
+    """A client would get a 500, and the node no blame."""
+    body = f'{{"choices":[],"usage":{{"a":{number}}}}}'.encode()
+    assert WholeNodeAnswer.read(body) is None
+    assert object_in(f'{{"error":{{"message":"m","param":{number}}}}}'.encode()) is None
+    with pytest.raises(NotEvents):
+        EventReader().feed(b"data: " + body + b"\n\n")
+
+
+@pytest.mark.fault("X10")
+@pytest.mark.parametrize(
+    "number", [10**400, -(10**400), float("nan"), float("inf")], ids=["int", "minus", "nan", "inf"]
+)
+def test_a_number_that_is_too_large_is_no_heartbeat(number: float) -> None:
+    for build in (lambda: beat(lease_s=number), lambda: Rates(prefill_tokens_per_s=number)):
+        with pytest.raises(InvalidInput, match="must be a number"):
+            build()
+
+
 def test_what_an_answer_means() -> None:
     error = {"error": {"message": "m", "code": None}}
     for status, document, trouble in (
@@ -389,6 +446,7 @@ def test_what_an_answer_means() -> None:
         (502, {**error, "kind": "missing", "first_missing_block": 5}, Trouble.MISSING),
         (502, {**error, "kind": "late"}, Trouble.FAILED), (502, {**error, "kind": ["missing"]}, Trouble.FAILED),
         (500, {**error, "kind": "missing"}, Trouble.FAILED),
+        (999, {"error": {"message": "m", "code": "model_not_found"}}, Trouble.FAILED),
     ):  # fmt: skip
         assert judge("n", status, document).trouble is trouble, (status, document)
     assert "from block 5 on" in str(judge("n", 502, {**error, "kind": "missing", "first_missing_block": 5}))
@@ -592,7 +650,7 @@ def test_whatever_goes_wrong_before_a_token_another_node_answers(where: str) -> 
     faults = [one for one in BEFORE if (one is not Fault.FOREIGN) or where == "prefill"]
     if where == "decode":
         faults.append(Fault.SLOW)
-    with world(max_attempts=8) as here:
+    with world(**IMPATIENT, max_attempts=8) as here:
         here.add("good", where)
         bad = here.add("worse", where)
         for name, role in (("p", "prefill"), ("d", "decode")):
@@ -616,7 +674,7 @@ def test_whatever_goes_wrong_before_a_token_another_node_answers(where: str) -> 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "mixed"])
 def test_alone_it_is_an_honest_error_and_no_token(where: str) -> None:
-    with world(max_attempts=2, queue_timeout_s=0.2, pause_s=0.02, max_pause_s=0.04) as here:
+    with world(**IMPATIENT, max_attempts=2, queue_timeout_s=0.2, pause_s=0.02, max_pause_s=0.04) as here:
         bad = here.add("worse", where)
         for name, role in (("p", "prefill"), ("d", "decode")):
             if where != "mixed" and role != where:
@@ -650,7 +708,7 @@ def test_a_prompt_that_comes_to_nothing_leaves_no_node_alone(*, stream: bool) ->
 
 
 def test_in_the_middle_of_a_stream_an_event_says_so_and_nobody_else_goes_on() -> None:
-    with world(pause_s=0.01, max_pause_s=0.01) as here:
+    with world(**IMPATIENT, pause_s=0.01, max_pause_s=0.01) as here:
         bad, good = here.add("bad", "decode"), here.add("good", "decode")
         here.add("p", "prefill")
         for fault in MIDDLE:
@@ -669,7 +727,7 @@ def test_in_the_middle_of_a_stream_an_event_says_so_and_nobody_else_goes_on() ->
 
 
 def test_a_node_that_hangs_is_left_alone_and_a_slow_one_is_waited_for() -> None:
-    with world(pause_s=30.0, max_pause_s=30.0) as here:
+    with world(pause_s=30.0, max_pause_s=30.0, silence_s=0.1, probe_timeout_s=2.0) as here:  # so long is nobody busy
         hung, slow = here.add("a", "mixed", fault=Fault.HANG), here.add("b", "mixed", fault=Fault.SLOW)
         for i in range(2):
             tokens = here.tokens(here.complete(request_id=f"r{i}"))
@@ -682,6 +740,17 @@ def test_a_node_that_hangs_is_left_alone_and_a_slow_one_is_waited_for() -> None:
         assert states == {"a": "open", "b": "closed"}
         here.join(hung, epoch=1)  # a new process has the name: it starts afresh
         assert {one["node"]: one["breaker"] for one in here.state()["nodes"]}["a"] == "closed"
+
+
+@pytest.mark.fault("X9")
+def test_what_a_silent_node_says_when_it_is_asked_is_read_up_to_a_limit() -> None:
+    with world(silence_s=0.1) as here:
+        large, good = here.add("a", "mixed", fault=Fault.SLOW), here.add("b", "mixed")
+        large.slow_s, large.probe_pad = WAIT_S, 1 << 20
+        for i in range(2):
+            assert here.tokens(here.complete(request_id=f"r{i}")).node == "b"
+        assert (len(large.asked), large.probes) == (1, 1)
+        assert good.asked
 
 
 @pytest.mark.fault("S9")
@@ -1109,7 +1178,7 @@ class Chaos:
 
 def test_hundreds_of_requests_while_everything_goes_wrong() -> None:
     chaos = Chaos(seed=1)
-    with world(num_decisions=1000, max_attempts=3) as here, Stalls() as stalls:
+    with world(**IMPATIENT, num_decisions=1000, max_attempts=3) as here, Stalls() as stalls:
         for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode"), ("d2", "decode"), ("m", "mixed")):
             here.add(name, role, load={"free_slots": 30}).script = chaos.script
         meddler = threading.Thread(target=chaos.meddle, args=(here, list(here.nodes.values())), name="test meddler")

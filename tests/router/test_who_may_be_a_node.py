@@ -38,7 +38,7 @@ from headwater.router.relay import Relay
 from headwater.router.router import Router
 from headwater.router.settings import RouterConfig
 from headwater.serve.heartbeats import HeartbeatSender
-from router_kit import World, world
+from router_kit import Node, World, world
 from serve_kit import WAIT_S, directory, model, serving
 from test_pd_serve import COMPLETIONS, Cluster, cluster, envelope, pool, routing, until
 from test_router import beat
@@ -211,6 +211,7 @@ class Impostor:
         self.heard: list[bytes] = []
         self._say = say
         self._listener = socket.create_server(("127.0.0.1", port))
+        self.port: int = self._listener.getsockname()[1]
         self._over = False
         self._thread = threading.Thread(target=self._run, name="test impostor")
         self._thread.start()
@@ -273,6 +274,30 @@ def test_who_takes_over_an_address_gets_no_prompt(here: World, *, busy: bool) ->
         assert PROMPT.encode() not in b"".join(impostor.heard)
         assert not [said for said in impostor.heard if said.startswith(b"POST")]
         here.join(node, lease_s=0)
+
+
+@pytest.mark.parametrize("lines", [b"challenge: \xff", b"challenge: %s\r\nx-headwater-proof: \xff" % (b"0" * 32)])
+@pytest.mark.fault("X7")
+def test_who_answers_a_hello_with_bytes_that_are_no_text_is_not_trusted(
+    here: World, caplog: pytest.LogCaptureFixture, lines: bytes
+) -> None:
+    """And another node is asked."""
+    good = here.add("good", "mixed")
+    impostor = Impostor(0, lambda said: b"HTTP/1.1 204 X\r\nx-headwater-%s\r\n\r\n" % lines)
+    try:
+        false = Node("false", "mixed", port=impostor.port)
+        assert here.join(false).status_code == 200
+        here.until(lambda: {one["node"]: one["doubted"] for one in here.state()["nodes"]}["false"])
+        for i in range(4):  # one of two goes there first, until it is left alone
+            tokens = here.tokens(here.complete(PROMPT, request_id=f"r{i}"))
+            assert (tokens.status, tokens.node) == (200, "good")
+        here.until_idle()
+        assert {one["node"]: one["breaker"] for one in here.state()["nodes"]} == {"good": "closed", "false": "open"}
+        assert here.join(false, lease_s=0).status_code == 200
+    finally:
+        impostor.close()
+    assert len(good.asked) == 4
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("abrupt", [True, False])

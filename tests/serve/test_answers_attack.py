@@ -47,7 +47,7 @@ def answer_of(engine: Engine, tokenizer: Tokenizer, num_choices: int = 1, unread
         answer.add(
             Transcript(tokenizer.stream()), name=f"a/{number}", prompt=[5], sampling=Sampling(max_tokens=999), salt=b""
         )
-    answer.begin()
+    engine.submit(*(choice.request for choice in answer.choices))
     return answer
 
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,19 +192,19 @@ def test_requests_in_flight_have_phases(here: Served, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine.model, "forward", held)
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True, "stream": True}
     told = {**AUTH, "x-request-id": "my-request"}
-    with httpx2.Client(base_url=here.url, timeout=WAIT_S, trust_env=False) as client:
-        with client.stream("POST", "/v1/completions", json=body, headers=told) as answer:
-            assert answer.status_code == 200
-            here.until(lambda: state(here)["requests"]["oldest"][0]["generated_tokens"] == 3)
-            said = state(here)
-            assert (said["requests"]["in_flight"], said["requests"]["phases"]) == (1, {"decode": 1})
-            (one,) = said["requests"]["oldest"]
-            assert (one["id"], one["phase"], one["prompt_tokens"]) == ("my-request", "decode", len(PROMPT))
-            assert one["age_s"] > 0
-            assert one["cached_tokens"] == 96, "what the request before it computed"
-            assert said["engine"]["running"] == 1
-            go.set()
-        here.until(lambda: state(here)["requests"]["in_flight"] == 0)
+    with ThreadPoolExecutor(1) as thread:  # nothing is sent before the tokens are text, which three need not be
+        answer = thread.submit(here.post, "/v1/completions", body, headers=told)
+        here.until(lambda: [one["generated_tokens"] for one in state(here)["requests"]["oldest"]] == [3])
+        said = state(here)
+        assert (said["requests"]["in_flight"], said["requests"]["phases"]) == (1, {"decode": 1})
+        (one,) = said["requests"]["oldest"]
+        assert (one["id"], one["phase"], one["prompt_tokens"]) == ("my-request", "decode", len(PROMPT))
+        assert one["age_s"] > 0
+        assert one["cached_tokens"] == 96, "what the request before it computed"
+        assert said["engine"]["running"] == 1
+        go.set()
+        assert answer.result(WAIT_S).status_code == 200
+    here.until(lambda: state(here)["requests"]["in_flight"] == 0)
     with here.connect() as half:  # a body that is still coming
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
         half.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{".encode())

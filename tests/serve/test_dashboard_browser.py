@@ -107,6 +107,11 @@ def test_it_asks_for_the_key_and_shows_numbers_that_move(browser: Browser, here:
     assert browser.complaints() == []
     browser.click("#forget")
     browser.until(lambda: "wants its API key" in browser.text("#ask"))
+    say_key(browser, KEY)
+    browser.until(lambda: browser.text("#link-text") == "live")
+    left = browser.run("document.getElementById('forget').click(); welcome(); return sessionStorage.length")
+    assert left == 0, "an event that comes before the page has gone does not remember the key again"
+    browser.until(lambda: "wants its API key" in browser.text("#ask"))
     assert browser.run("return sessionStorage.length") == 0
 
 

@@ -19,7 +19,7 @@ from headwater.storage.base import Store
 from headwater.storage.local import LocalStore, attachment
 from headwater.testing.pages import items, sample_chain
 from headwater.testing.stores import past, put, soon
-from headwater.transfer.executor.trouble import call
+from headwater.transfer.executor.trouble import calling
 from test_open_cache import LAYOUTS, NUM_BLOCKS, ROOT, engine, keys_of
 from worker_kit import OddStore, Rig, keys, odd, rigs
 
@@ -123,8 +123,8 @@ def test_what_ends_the_program_passes_on_the_callers_thread(
     store.answer = ends
     with pytest.raises(kind):
         rig.worker.contains_cached(probe(rig, 2))
-    with pytest.raises(kind):
-        call("host", lambda: store.answer(None))
+    with pytest.raises(kind), calling("host"):
+        store.answer(None)
     rig.saved(range(2))  # in threads that have no caller
     odd(rig).raises["get_into"] = kind("in a thread of ours")
     assert rig.ear.failure(rig.load([100, 101])) is Reason.FAILED

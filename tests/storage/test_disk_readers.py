@@ -4,13 +4,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.storage import readers as module
-from headwater.storage.readers import MOST_READERS, Readers, default_readers
+from headwater.storage.base import Deadline
+from headwater.storage.readers import MOST_READERS, Readers, ReadStuck, default_readers
 from worker_kit import PATIENCE_S, Gate, wait_until
 
 
@@ -109,18 +111,30 @@ def test_a_call_returns_when_nobody_is_at_an_item_of_it_any_more(make: Callable[
     assert over == [KeyboardInterrupt]
 
 
-def test_what_a_helper_raises_is_raised_and_little_is_begun_after_it(make: Callable[[int], Readers]) -> None:
+def test_what_a_helper_raises_is_raised_and_nothing_is_begun_after_it(
+    make: Callable[[int], Readers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers = make(3)
     begun: list[int] = []
+    noted = threading.Event()  # the call knows of the error
+
+    def note(turn: Any, error: BaseException | None) -> None:
+        turn.__dict__["noted"] = error
+        if error is not None:
+            noted.set()
+
+    monkeypatch.setattr(module._Round, "error", property(lambda turn: turn.__dict__["noted"], note), raising=False)
 
     def work(i: int) -> None:
         begun.append(i)
         if i == 4:
             raise OSError("a bad sector")
+        if i > 4:
+            assert noted.wait(PATIENCE_S)
 
     with pytest.raises(OSError, match="a bad sector"):
         readers.run(work, 1000)
-    assert len(begun) < 1000
+    assert len(begun) <= 7  # those up to the bad one, and one that each of the two others was at
     done: list[int] = []
     readers.run(done.append, 10)
     assert sorted(done) == list(range(10))
@@ -205,3 +219,80 @@ def test_closing_says_who_is_not_back(make: Callable[[int], Readers], caplog: py
 
 def test_how_many_there_are_unless_configured() -> None:
     assert 4 <= default_readers() <= MOST_READERS
+
+
+# --- a helper that hangs, and a deadline ------------------------------------------------------------------------------
+
+
+def test_a_call_ends_a_little_after_its_deadline_though_a_helper_hangs(
+    make: Callable[[int], Readers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.01)
+    readers, gate, caller = make(2), Gate(), threading.current_thread()
+    gate.shut()
+
+    def work(_: int) -> None:
+        if threading.current_thread() is caller:
+            gate.wait_for_arrival()  # the other item is the helper's
+        else:
+            gate()
+
+    with pytest.raises(ReadStuck) as raised:
+        readers.run(work, 2, deadline=Deadline.after(0.0))
+    stuck, told = raised.value, threading.Event()
+    stuck.when_over(told.set)
+    assert not stuck.over.is_set()
+    done: list[int] = []
+    readers.run(done.append, 20, deadline=Deadline.after(PATIENCE_S))
+    assert done == list(range(20)), "alone, so in order"
+    assert not told.is_set()
+    gate.open()
+    assert stuck.over.wait(PATIENCE_S)
+    assert told.wait(PATIENCE_S)
+    at_once = threading.Event()
+    stuck.when_over(at_once.set)
+    assert at_once.is_set()
+
+
+def test_an_interrupt_between_two_items_does_not_hide_that_a_read_hangs(
+    make: Callable[[int], Readers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.1)
+    readers, gate, inside = make(2), threading.Event(), threading.Event()
+    claim, caller = readers._claim, threading.get_ident()
+    num_claimed = 0
+
+    def interrupted(turn: Any, *, helps: bool) -> int | None:
+        nonlocal num_claimed
+        if not helps:
+            num_claimed += 1
+            if num_claimed == 2:
+                raise KeyboardInterrupt
+        return claim(turn, helps=helps)
+
+    def work(_: int) -> None:
+        if threading.get_ident() == caller:
+            assert inside.wait(PATIENCE_S)
+        else:
+            inside.set()
+            assert gate.wait(PATIENCE_S)
+
+    monkeypatch.setattr(readers, "_claim", interrupted)
+    with pytest.raises(ReadStuck) as raised:
+        readers.run(work, 3, deadline=Deadline.after(0.0))
+    assert isinstance(raised.value.__cause__, KeyboardInterrupt)
+    gate.set()
+    assert raised.value.over.wait(PATIENCE_S)
+
+
+def test_who_waits_for_a_hanging_read_may_raise(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, told = ReadStuck(), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("boom")
+
+    stuck.when_over(fail)
+    stuck.when_over(told.set)
+    stuck.end()
+    assert told.is_set()
+    assert "boom" in caplog.text

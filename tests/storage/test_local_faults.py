@@ -598,7 +598,7 @@ def test_a_page_with_very_many_descendants_overruns_no_deadline(shm: Path, how: 
             deadline = Deadline.after(0.02)
             if how == "damaged":
                 status = reader.get_into([(name, memoryview(bytearray(len(frame))))], deadline=deadline)
-                assert status == [Status.CORRUPT]
+                assert status[0] in (Status.LATE, Status.CORRUPT)  # a busy machine may not come to read it in time
             else:
                 assert store.delete([name], deadline=deadline)[0] in (Status.LATE, Status.REMOVED)
             assert time.monotonic() - deadline.at_s < GRACE_S

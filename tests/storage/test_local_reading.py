@@ -17,9 +17,11 @@ from headwater.core.results import Status
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import header_bytes
 from headwater.storage import arriving
+from headwater.storage import readers as disk_readers
 from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore, reading
 from headwater.storage.local.slab import Slab
+from headwater.storage.readers import ReadStuck
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.clock import FakeClock
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, SamplePage, sample_chain
@@ -357,3 +359,41 @@ def test_a_page_that_moves_while_it_is_read_is_read_again(store: LocalStore, bra
     assert results[-1] in (Status.HIT, Status.MISS)
     right(wanted, results)
     assert store.contains([PAGES[-1].name], deadline=soon()) == [True], "a lost race is not damage"
+
+
+def test_a_read_that_hangs_holds_its_memory_and_the_slab_and_not_its_caller(
+    tmp_path: Path, brake: Brake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_readers, "_GRACE_S", 0.01)
+    gate, caller, clock, hung = Gate(), threading.current_thread(), FakeClock(), set[int]()
+    gate.shut()
+
+    def hook(number: int) -> None:
+        if threading.current_thread() is not caller:
+            hung.add(number)
+            gate()
+        elif not clock_stopped.is_set():
+            gate.wait_for_arrival()
+            clock_stopped.set()
+            clock.advance(10)  # past the deadline
+
+    clock_stopped = threading.Event()
+    with open_local(config(tmp_path, readers=2)) as store:
+        assert put(store, PAGES) == [Status.STORED] * NUM_PAGES
+        brake.watch(store, PAGES)
+        brake.hook, wanted = hook, buffers()
+        at = store._attachment
+        assert at is not None
+        with pytest.raises(ReadStuck) as raised:
+            store.get_into(wanted, deadline=Deadline.after(5, clock))
+        brake.hook = None
+        again = buffers()
+        results = store.get_into(again, deadline=soon())  # others go on
+        assert results == [Status.HIT] * NUM_PAGES
+        right(again, results)
+    assert not at._closed, "the slab that is read from is closed when the read is back"
+    gate.open()
+    assert raised.value.over.wait(PATIENCE_S)
+    wait_until(lambda: at._closed)
+    wait_until(lambda: all(thread.name != "headwater reads" for thread in threading.enumerate()))
+    assert hung

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from headwater.core.errors import InvalidCopy, InvalidLayout, ResourceClosed
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KEY, DType, KVLayout, Plane, combine, declare_role
+from headwater.testing.copy import gather, scatter
 from headwater.testing.layouts import LayoutTests, randomise
 from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy import gather, scatter
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 ODD = sample_layouts()["odd"]

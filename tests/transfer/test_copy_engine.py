@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from headwater.testing.samples import sample_layouts
 from headwater.transfer.device import copy_engine
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_queue import Transfer
 from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Wire
 from headwater.transfer.executor.staging import TorchStaging
 from worker_kit import wait_until
@@ -687,6 +688,61 @@ def test_who_waits_while_it_is_closed_is_let_go() -> None:
         assert here.untouched(range(8, 32))
 
 
+def test_close_leaves_a_copy_that_does_not_return_behind() -> None:
+    with rig() as here:
+        here.into.on_finish = hold = Hold(0)
+        transfer = here.engine.scatter(here.full_frames(4), range(4))
+        assert not transfer.wait(0.0)
+        assert hold.arrived.wait(WAIT_S), "the thread has it, since nobody waits"
+        assert not here.engine.close(0.1)
+        assert not here.into.closed, "it may still be written through"
+        assert here.out.closed
+        hold.go_on.set()
+        assert here.engine.close()
+        assert transfer.over
+
+
+def test_close_leaves_a_copy_behind_that_nobody_waits_for() -> None:
+    """It is on the wire, and no thread is at it: who closes must not be the one that hangs."""
+    with rig() as here:
+        here.into.on_finish = hold = Hold(0)
+        here.engine.scatter(here.full_frames(1), [3])
+        assert not here.engine.close(0.1)
+        assert hold.arrived.wait(WAIT_S)
+        hold.go_on.set()
+        assert here.engine.close()
+
+
+def test_memory_that_a_hanging_copy_may_touch_stays_registered(caplog: pytest.LogCaptureFixture) -> None:
+    released: list[int] = []
+
+    class Pinned:
+        alive = True
+
+        def __init__(self) -> None:
+            self.kept = False
+
+        def keep(self) -> None:
+            self.kept = True
+
+        def release(self) -> None:
+            if not self.kept:
+                released.append(1)
+
+    size = frame_bytes(TINY.plane_bytes)
+    with create_kv_cache(TINY, 16) as cache, create_host_cache(size, 8) as pages:
+        pages._held, slab = Pinned(), Pinned()  # type: ignore[assignment]  # as on a GPU
+        staging = TorchStaging(cache, pages)
+        staging._pins[1] = slab  # type: ignore[assignment]
+        with patch.object(staging.engine, "close", return_value=False):
+            staging.close()
+        assert "does not return" in caplog.text
+        assert slab.kept
+        pages.close()
+        assert not released
+        staging.engine.close()
+
+
 def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
     """Whoever closes the engine under a job ends its copies: then the bytes are not there."""
     size = frame_bytes(TINY.plane_bytes)
@@ -694,13 +750,13 @@ def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
         randomise(cache, seed=3)
         seal_all(pages, TINY)
         with TorchStaging(cache, pages) as staging, ThreadPoolExecutor(2) as pool:
-            staging._engine.close()
+            staging.engine.close()
             wires: dict[Direction, OddWire] = {}
 
             def make(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
                 return wires.setdefault(direction, OddWire(cache, layout, direction, place_bytes=1))
 
-            staging._engine = CopyEngine(cache, wires=make)
+            staging.engine = CopyEngine(cache, wires=make)
             holds = {direction: Hold(3) for direction in Direction}
             for direction, hold in holds.items():
                 wires[direction].on_finish = hold
@@ -712,7 +768,7 @@ def test_staging_does_not_take_a_copy_for_done_that_was_broken_off() -> None:
                 assert hold.arrived.wait(WAIT_S)
             closing = threading.Thread(target=staging.close)
             closing.start()
-            queues = staging._engine._queues
+            queues = staging.engine._queues
             for direction in Direction:  # the second queue is closed when the first one is
                 while not queues[direction]._closed:
                     holds[Direction.OUT].go_on.wait(0.001)

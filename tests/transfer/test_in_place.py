@@ -21,7 +21,7 @@ from copy_kit import WAIT_S, Hold, OddWire, at_call, no_traces, raise_trouble
 from headwater.build import open_local
 from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import ResourceClosed
-from headwater.core.events import Cancel, Copied, Instruction, Job, JobDone, JobFailed, Load, Probe, Save
+from headwater.core.events import Cancel, Copied, Instruction, Job, JobDone, JobFailed, Load, Probe, Save, Stuck
 from headwater.core.page import PageName, page_name
 from headwater.core.results import Reason, Status
 from headwater.layout.frame import PageMeta, frame_bytes, header_bytes, seal
@@ -41,7 +41,7 @@ from headwater.testing.stores import soon
 from headwater.transfer.device import cuda, populate
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_queue import Transfer
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests, Direction, Wire
 from headwater.transfer.executor import save_throttle
 from headwater.transfer.executor.staging import TorchStaging
@@ -102,22 +102,46 @@ class OddSlab(WrapperStore, Addressable):
             gate.open()
 
 
+class OddEngine(CopyEngine):
+    """A copy engine that can be made to raise before a copy in place, and remembers those."""
+
+    def __init__(self, device: DeviceCache, wires: Callable[[DeviceCache, KVLayout, Direction], Wire]) -> None:
+        super().__init__(device, wires=wires)
+        self.begun: list[Transfer] = []  # into a slab
+        self.rows: list[int] = []  # blocks of each copy out of one
+        self.before: Callable[[], None] | None = None  # each copy in place
+
+    def gather(
+        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None] | None = None
+    ) -> Transfer:
+        if on_over is not None and self.before is not None:
+            self.before()
+        transfer = super().gather(slots, frames, on_over=on_over)
+        if on_over is not None:
+            self.begun.append(transfer)
+        return transfer
+
+    def scatter(self, frames: Sequence[memoryview], slots: Sequence[int], **more: Any) -> Transfer:
+        if more.get("on_over") is not None:
+            if self.before is not None:
+                self.before()
+            self.rows.append(len(slots))
+        return super().scatter(frames, slots, **more)
+
+
 class OddStaging(TorchStaging):
-    """Staging that can be made to raise and to reach nothing. Wires are under the test's control."""
+    """Staging that can be made to reach nothing. Its engine is odd, and its wires are under the test's control."""
 
     def __init__(self, device: DeviceCache, host: HostCache, *, place_bytes: int) -> None:
         super().__init__(device, host)
-        self._engine.close()
+        self.engine.close()
         self.wires: dict[Direction, OddWire] = {}
 
         def make(cache: DeviceCache, layout: KVLayout, direction: Direction) -> Wire:
             return self.wires.setdefault(direction, OddWire(cache, layout, direction, place_bytes=place_bytes))
 
-        self._engine = CopyEngine(device, wires=make)
+        self.engine = self.odd = OddEngine(device, make)
         self.far = False
-        self.begun: list[Transfer] = []  # into a slab
-        self.rows: list[int] = []  # blocks of each copy out of one
-        self.before: Callable[[], None] | None = None  # each copy in place
         self.through_pages = 0
 
     @property
@@ -138,28 +162,6 @@ class OddStaging(TorchStaging):
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
         self.through_pages += len(pages)
         super().scatter(pages, slots)
-
-    def gather_into(
-        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
-    ) -> Transfer:
-        if self.before is not None:
-            self.before()
-        self.begun.append(super().gather_into(slots, frames, on_over=on_over))
-        return self.begun[-1]
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: Digests,
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> Transfer:
-        if self.before is not None:
-            self.before()
-        self.rows.append(len(slots))
-        return super().scatter_from(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over)
 
 
 class Rig:
@@ -326,12 +328,12 @@ def test_a_wrapped_slab_is_still_copied_in_place(shm: Path, wrap: Callable[[Stor
         assert {"reserve", "publish", "borrow"} <= set(here.store.calls)
 
 
-@pytest.mark.parametrize(("layerwise", "rows"), [(True, [64, 206]), (False, [64, 128, 78])])
+@pytest.mark.parametrize(("layerwise", "rows"), [(True, [64, 206]), (False, [16, 32, 64, 128, 30])])
 def test_a_long_load_is_on_its_way_while_its_rest_is_looked_up(shm: Path, layerwise: bool, rows: list[int]) -> None:
     with rig(shm, num_slots=600, layerwise=layerwise, in_place_pages=128) as here:
         here.saved(range(270))
         here.loaded(range(300, 570), range(270))
-        assert here.staging.rows == rows
+        assert here.staging.odd.rows == rows
 
 
 def test_rows_of_a_load_beside_another_are_not_cut_short(shm: Path) -> None:
@@ -340,17 +342,17 @@ def test_rows_of_a_load_beside_another_are_not_cut_short(shm: Path) -> None:
         stop = hold(here, here.staging.into, 0)
         first = here.load(range(200, 350))
         assert stop.arrived.wait(PATIENCE_S)
-        wait_until(lambda: len(here.staging.rows) == 2)
+        wait_until(lambda: len(here.staging.odd.rows) == 4)
         second = here.load(range(400, 550))
-        wait_until(lambda: len(here.staging.rows) == 4)
+        wait_until(lambda: len(here.staging.odd.rows) == 6)
         stop.go_on.set()
         for job in (first, second):
             assert here.ear.results(job) == ["hit"] * 150
-        assert here.staging.rows == [64, 86, 128, 22]
+        assert here.staging.odd.rows == [16, 32, 64, 38, 128, 22]
         assert [here.block(slot) for slot in range(400, 550)] == [here.was(slot) for slot in range(150)]
 
 
-@pytest.mark.parametrize("at", [0, 63, 64, 191, 192, 269])
+@pytest.mark.parametrize("at", [0, 15, 16, 47, 48, 111, 112, 239, 240, 269])
 def test_a_bad_page_in_any_row_ends_the_load_there(shm: Path, at: int) -> None:
     with rig(shm, num_slots=600, layerwise=False, in_place_pages=128) as here:
         here.saved(range(270))
@@ -605,13 +607,13 @@ def test_a_page_that_is_replaced_meanwhile_is_a_miss_and_no_damage(shm: Path, wh
         elif when == "in the middle":
             here.staging.into.on_launch = at_call(5, replace)
         else:
-            here.staging.before = replace
+            here.staging.odd.before = replace
         results = here.ear.results(here.load(range(20, 24)))
         assert results == ["hit", "hit", "miss", "miss"]
         assert [here.block(slot) for slot in (20, 21)] == [here.was(slot) for slot in (0, 1)]
         assert sum(here.metrics.value("bad_pages_total", fault=one) for one in ("corrupt", "foreign", "short")) == 0
         here.store.answers.clear()
-        here.staging.before = here.staging.into.on_launch = None
+        here.staging.odd.before = here.staging.into.on_launch = None
         here.saved(range(4))
         here.loaded(range(20, 24), range(4))
 
@@ -818,12 +820,12 @@ def test_staging_that_raises_fails_the_save(shm: Path, at: int) -> None:
             if left[0] < 0:
                 raise_trouble()
 
-        here.staging.before = fail
+        here.staging.odd.before = fail
         assert here.ear.failure(here.save(range(6))) is Reason.FAILED
         wait_until(lambda: here.worker._queues["host"]._num_unhurried == 0)
         here.nothing_is_out()
         assert here.held(6) <= 2 * at
-        here.staging.before = None
+        here.staging.odd.before = None
         here.saved(range(6))
         here.loaded(range(20, 26), range(6))
 
@@ -831,10 +833,10 @@ def test_staging_that_raises_fails_the_save(shm: Path, at: int) -> None:
 def test_staging_that_raises_fails_the_load(shm: Path) -> None:
     with rig(shm) as here:
         here.saved(range(3))
-        here.staging.before = raise_trouble
+        here.staging.odd.before = raise_trouble
         assert here.ear.failure(here.load([20, 21, 22])) is Reason.FAILED
         assert here.untouched([20, 21, 22])
-        here.staging.before = None
+        here.staging.odd.before = None
         assert here.ear.failure(here.load([20, 21, 999])) is Reason.FAILED
         assert here.ear.failure(here.save([999], chain=2)) is Reason.FAILED
         here.loaded([20, 21, 22], range(3))
@@ -865,9 +867,7 @@ def test_whatever_a_store_raises_the_job_ends_and_nothing_is_left(
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_a_load_that_loses_its_store_keeps_the_rows_that_came(shm: Path, layerwise: bool, rows: int) -> None:
     """What was looked up, copied and verified before counts; the rest failed, and its slots are as they were."""
-    kept = [0, 64, 192][rows]
-    if layerwise and rows == 2:
-        kept = 64  # behind the first blocks everything is one row
+    kept = [0, 64, 64][rows] if layerwise else [0, 16, 48][rows]  # layer by layer, the rest is one row
     with rig(shm, num_slots=600, layerwise=layerwise, in_place_pages=128) as here:
         here.saved(range(270))
         count = len([one for one in here.store.calls if one == "borrow"])
@@ -987,7 +987,7 @@ def test_what_was_not_copied_whole_is_not_published(shm: Path) -> None:
         assert held.arrived.wait(WAIT_S)
         closing = threading.Thread(target=here.staging.close)
         closing.start()
-        wait_until(lambda: here.staging._engine._queues[Direction.OUT]._closed)
+        wait_until(lambda: here.staging.engine._queues[Direction.OUT]._closed)
         held.go_on.set()
         here.ear.end(job)
         closing.join(WAIT_S)
@@ -1005,7 +1005,7 @@ def test_a_slot_goes_back_when_no_copy_can_write_to_it(shm: Path) -> None:
         assert held.arrived.wait(WAIT_S)
         here.store.raises["publish"] = RuntimeError("boom")  # and the first one cannot be published
         here.store.open()
-        wait_until(lambda: here.staging.begun[1].cancelled or "abandon" in here.store.calls)
+        wait_until(lambda: here.staging.odd.begun[1].cancelled or "abandon" in here.store.calls)
         assert "abandon" not in here.store.calls, "the slot was given back under the copy"
         held.go_on.set()
         assert here.ear.failure(job) is Reason.FAILED
@@ -1064,6 +1064,52 @@ def test_a_call_that_hangs_makes_the_job_late_and_gives_all_back_later(shm: Path
         assert here.untouched(range(20, 23))
         here.saved(range(6), chain=2)
         here.loaded(range(20, 26), range(6), chain=2)
+
+
+def test_a_row_that_hangs_behind_one_that_failed_is_told_of(shm: Path) -> None:
+    """The job waits for both: neither may land when it is over, and somebody must hear that one does not return."""
+    with rig(shm, layerwise=False, grace_s=0.1, place_bytes=1 << 20) as here:
+        here.saved(range(20))
+        hangs, both = threading.Event(), threading.Event()
+        num_begun = 0
+
+        def finish(_: object) -> None:
+            nonlocal num_begun
+            num_begun += 1
+            if num_begun == 1:
+                assert both.wait(PATIENCE_S)
+                raise RuntimeError("the device is gone for a moment")
+            assert hangs.wait(PATIENCE_S)
+
+        here.staging.into.on_finish = finish
+        before = here.staging.odd.rows
+        job = here.load(range(30, 50), within_s=0.5)  # two rows
+        wait_until(lambda: before[-2:] == [16, 4])
+        both.set()
+        wait_until(lambda: any(isinstance(event, Stuck) for event in here.ear.of(job)))
+        assert not here.ear.ends(job), "its slots may still be written to"
+        hangs.set()
+        end = here.ear.end(job)
+        assert isinstance(end, JobFailed)
+        here.ear.events[:] = [one for one in here.ear.events if not isinstance(one, Stuck)]  # as `finish` wants it
+
+
+def test_a_device_that_failed_under_a_copy_does_not_speak_against_the_store(shm: Path) -> None:
+    with rig(shm, layerwise=False, place_bytes=1 << 20) as here:
+        here.saved(range(20))
+        num_begun = 0
+
+        def finish(_: object) -> None:
+            nonlocal num_begun
+            num_begun += 1
+            if num_begun == 1:
+                wait_until(lambda: here.staging.odd.rows[-2:] == [16, 4])
+                raise RuntimeError("the device is gone for a moment")
+
+        here.staging.into.on_finish = finish
+        end = here.ear.end(here.load(range(30, 50)))
+        assert isinstance(end, JobFailed)
+        assert end.on_device
 
 
 def test_a_publish_that_hangs_while_the_next_slice_is_copied(shm: Path) -> None:

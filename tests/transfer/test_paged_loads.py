@@ -274,7 +274,7 @@ def test_a_copy_that_spoils_a_good_page_is_the_device_s_fault(tmp_path: Path) ->
     """The page stays: the store has nothing to do with it."""
     with torch_rig(tmp_path / "disk") as rig:
         rig.save(FIRST)
-        real = rig.staging.scatter_from
+        real = rig.staging.engine.scatter
 
         def spoiling(frames: Sequence[memoryview], slots: Sequence[int], **more: Any) -> Any:
             frames[0][-1] ^= 1
@@ -285,12 +285,12 @@ def test_a_copy_that_spoils_a_good_page_is_the_device_s_fault(tmp_path: Path) ->
                 frames[0][-1] ^= 1
             return transfer
 
-        rig.staging.scatter_from = spoiling  # type: ignore[method-assign]
+        rig.staging.engine.scatter = spoiling  # type: ignore[method-assign]
         event: Event = rig.ear.end(rig.load(SECOND))
         assert isinstance(event, JobFailed)
         assert event.on_device
         assert "not what its page is" in event.why
         assert all(rig.held())
-        del rig.staging.scatter_from
+        del rig.staging.engine.scatter
         assert rig.ear.results(rig.load(SECOND)) == ["hit"] * NUM_BLOCKS
         assert rig.same(SECOND, FIRST)

@@ -16,12 +16,13 @@ from headwater.core.errors import InvalidConfig, InvalidCopy, InvalidLayout, Not
 from headwater.integrations.vllm.registered import RegisteredCache
 from headwater.layout.shard import parts, shard_layout
 from headwater.layout.spec import KVLayout, opaque_layout
+from headwater.testing import copy
 from headwater.testing.layouts import randomise
 from headwater.testing.samples import sample_layouts
-from headwater.transfer.device import copy, triton_copy
+from headwater.transfer.device import triton_copy
 from headwater.transfer.device.arena import create_kv_cache
-from headwater.transfer.device.triton_copy import PlaneTable, digest, gather, scatter
-from triton_kit import DEVICE, INTERPRETED, needs_gpu, needs_kernels
+from headwater.transfer.device.triton_copy import PlaneTable
+from triton_kit import DEVICE, INTERPRETED, digest, gather, needs_gpu, needs_kernels, scatter
 
 pytestmark = needs_kernels
 ODD = sample_layouts()["odd"]

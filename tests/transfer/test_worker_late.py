@@ -1,14 +1,20 @@
 """Late and cancelled jobs: told in time, and from then on they touch no slot; their pages wait for their calls."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from headwater.core.events import Cancel, Copied, JobFailed, Stuck
+from headwater.core.events import Cancel, Copied, JobFailed, Probe, Stuck
 from headwater.core.results import Reason
+from headwater.metrics import Metrics
+from headwater.storage.base import SYSTEM_CLOCK
+from headwater.storage.readers import ReadStuck
 from headwater.testing.clock import FakeClock
+from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.store_queue import StoreQueue
 from worker_kit import (
     FRAME_BYTES,
     PATIENCE_S,
@@ -382,3 +388,48 @@ def test_many_jobs_share_one_page(make: Callable[..., Rig]) -> None:
     jobs = [rig.load(range(100 + 10 * i, 110 + 10 * i)) for i in range(6)]
     jobs += [rig.promote(10, "disk"), rig.save(range(10, 20), chain=2), rig.save(range(20, 30), chain=3, store="disk")]
     assert [set(rig.ear.results(job)) for job in jobs] == [{"hit"}] * 6 + [{"stored"}] * 3
+
+
+def test_pages_of_a_read_that_hangs_are_kept_until_it_is_over(make: Callable[..., Rig]) -> None:
+    """A store that gives up waiting for a read of its own has not given back the memory."""
+    rig = make()
+    rig.saved(range(2))
+    stuck = ReadStuck()
+    odd(rig).raises["get_into"] = stuck
+    late = rig.load([100, 101], within_s=0.05)
+    assert rig.ear.failure(late) is Reason.LATE
+    assert rig.worker.num_held_pages == 2
+    odd(rig).raises.clear()
+    rig.loaded([200, 201], range(2))
+    assert rig.worker.num_held_pages == 2
+    stuck.end()
+    wait_until(lambda: rig.worker.num_held_pages == 0)
+
+
+def test_a_thread_too_many_passes_on_what_woke_it() -> None:
+    """Another is back from a call that it was stuck in, and still tells of it: of two that sleep, one shall end."""
+    ledger = Ledger(clock=SYSTEM_CLOCK, metrics=Metrics())
+    queue = StoreQueue("disk", ledger, num_threads=2, frame_bytes=1, clock=SYSTEM_CLOCK, metrics=Metrics())
+    taken: list[int] = []
+
+    def serve() -> None:
+        while (job := queue.take()) is not None:
+            taken.append(job.order.job)
+
+    threads = [threading.Thread(target=serve) for _ in range(2)]
+    queue.num_able = len(threads)
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(queue._news._waiters) == 2)  # type: ignore[attr-defined]
+    with ledger.lock:
+        queue.num_able += 1
+        job = JobState(Probe(job=1, store="disk", keys=(), deadline_s=time.monotonic() + PATIENCE_S), SYSTEM_CLOCK)
+        ledger.admit(job)
+        queue.push(job)
+    try:
+        wait_until(lambda: taken == [1])
+    finally:
+        with ledger.lock:
+            queue.close()
+        for thread in threads:
+            thread.join(PATIENCE_S)

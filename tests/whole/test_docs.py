@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import headwater
 from headwater.cli import app
 from headwater.engine.request import Usage
+from headwater.serve.asked import read_asked
 from headwater.serve.body import Fields
 from headwater.serve.openai import Chat, Completions, usage_document
 from headwater.serve.phases import phases_of
@@ -104,7 +105,8 @@ def test_bodies_and_usage_in_the_documents_are_the_server_s() -> None:
     bodies = re.findall(r"^curl \S+?(/v1/\S+) .* -d '(.*)'$", text, re.MULTILINE)
     assert {endpoint for endpoint, _ in bodies} == set(apis)
     for endpoint, body in bodies:
-        apis[endpoint].read(Fields(json.loads(body)))
+        fields = Fields(json.loads(body))
+        read_asked(fields, endpoint, apis[endpoint].fields(fields))
     (shown,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     usage = Usage(
         prompt_tokens=185,
@@ -171,14 +173,14 @@ def test_files_named_in_the_documents_exist() -> None:
 
 def test_the_chains_of_functions_are_counted_and_there() -> None:
     text = (ROOT / "docs" / "HOPS.md").read_text()
-    counted = re.findall(r"^\| \[([\w ]+)\]\(#[\w-]+\) \| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    counted = re.findall(r"^\| \[([\w ]+)\]\(#[\w-]+\) \| \d+ \| \d+ \| (\d+) \|$", text, re.MULTILINE)
     chains = {part.partition("\n")[0].lower(): part for part in text.split("\n## ")[1:]}
     assert {name: len(re.findall(r"^\d+\. ", chains[name], re.MULTILINE)) for name in chains} == {
         name: int(number) for name, number in counted
     }
     overview = (ROOT / "ARCHITECTURE.md").read_text()
     for name, number in counted:
-        assert re.search(rf"^\| {name}\b[^|]*\| \d+ \| {number} \|$", overview, re.MULTILINE), name
+        assert re.search(rf"^\| {name}\b[^|]*\| \d+ \| \d+ \| {number} \|$", overview, re.MULTILINE), name
     for name, path in re.findall(r"^\d+\. `([\w.]+)` in `([\w/.]+)`$", text, re.MULTILINE):
         owner, _, function = name.rpartition(".")
         source = (ROOT / "src" / "headwater" / path).read_text()

@@ -14,7 +14,10 @@ import headwater
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(headwater.__file__).parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CALLED: dict[str, str] = {"mooncake": "mooncake-transfer-engine-non-cuda"}  # where the module has another name
+CALLED: dict[str, str] = {  # where the module has another name
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "opentelemetry": "opentelemetry-sdk",
+}
 APART = {"vllm", "huggingface_hub", "lmcache"}  # what is in a venv of its own, or comes with that
 
 

@@ -518,6 +518,7 @@ def soaking(
         yield served, soak
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_thousand_requests_leave_nothing_behind(
     directory: Path,

@@ -21,11 +21,11 @@ from headwater.storage.base import Store
 from headwater.storage.memory import MemoryStore
 from headwater.storage.sealed import put_sealed
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.copy import gather, scatter
 from headwater.testing.layouts import randomise
 from headwater.testing.samples import sample_layouts
 from headwater.testing.stores import soon
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy import gather, scatter
 
 # A new attention variant: this is all that has to be written. No room of the house knows it.
 STATE = declare_role("whole_way_state", 2000)

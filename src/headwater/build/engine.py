@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headwater.cache.cache import TieredCache
+from headwater.cache.executor import Recorder, SeveralRecorders
 from headwater.config.cache import CacheConfig
 from headwater.config.environment import default_node
 from headwater.config.residency import ResidencyConfig
@@ -22,6 +23,7 @@ from headwater.storage.base import Store
 from headwater.storage.local import directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
+from headwater.tracing.spans import NO_TRACING, Tracing
 from headwater.transfer.executor.caller import BESIDE, Caller
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _VIEW_TIER: Final = "pool_tp"  # what others wrote to the pool, at other tensor-
 _HANDOFF_THREADS: Final = (
     4  # that call each store where prompts are handed over: one that hangs is not another's affair
 )
+_WARM_S: Final = 60.0  # for an engine to have its kernels
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
@@ -57,6 +60,7 @@ class Running:
     metrics: Metrics
     defaults: "Defaults"  # of sampling
     receiver: PoolReceiver | None = None  # of a decode node
+    tracing: Tracing = NO_TRACING
     stores: Mapping[str, Store] = field(default_factory=dict)  # the cache's, by tier
 
     def refusal(self, ticket: Ticket) -> str | None:
@@ -116,7 +120,11 @@ def open_engine(
             block_bytes=layout.page_bytes,
             tiers=tuple(map(config.tier, stores)),
         )
-        recorder = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
+        recorder: Recorder | None = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
+        tracing: Tracing = NO_TRACING
+        if config.traces is not None:
+            tracing, spans = _open_tracing(config.traces, config, stack)
+            recorder = spans if recorder is None else SeveralRecorders(recorder, spans)
         cache = stack.enter_context(
             open_cache(
                 cache_config,
@@ -143,7 +151,19 @@ def open_engine(
             max_running=config.max_running, max_waiting=config.max_waiting, step_tokens=config.step_tokens
         )
         engine = stack.enter_context(Engine(model, planes, Connector(cache, model.identity), limits, handoffs=handoffs))
-        yield Running(config.name or model.name, engine, tokenizer, cache, metrics, defaults, receiver, stores)
+        engine.wait_warm(_WARM_S)
+        name = config.name or model.name
+        yield Running(name, engine, tokenizer, cache, metrics, defaults, receiver, tracing, stores)
+
+
+def _open_tracing(url: str, config: ServeConfig, stack: ExitStack) -> tuple[Tracing, Recorder]:
+    """Spans of requests, and of the cache's jobs."""
+    from headwater.tracing.jobs import JobSpans  # OpenTelemetry: an extra
+    from headwater.tracing.otel import OtelTracing
+
+    tracing = OtelTracing(url, service="headwater", instance=config.node or default_node())
+    stack.callback(tracing.close)
+    return tracing, JobSpans(tracing)
 
 
 def _open_handoffs(

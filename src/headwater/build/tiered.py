@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headwater.transfer.executor.staging import TorchStaging
 
 _PAGES: Final = 256  # of host memory through which blocks travel, at most, and
-_BYTES: Final = 256 << 20  # but at least
+_BYTES: Final = 512 << 20  # but at least
 _LEAST_PAGES: Final = 8
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 

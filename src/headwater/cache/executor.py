@@ -101,6 +101,38 @@ class Recorder(Protocol):
         ...
 
 
+class SeveralRecorders:
+    """Recorders that all hear the same."""
+
+    def __init__(self, *recorders: Recorder) -> None:
+        self._recorders = recorders
+
+    def began(self, brain: Brain) -> None:
+        """See `Recorder`."""
+        for one in self._recorders:
+            one.began(brain)
+
+    def heard(self, event: ev.Event, said: Sequence[ev.Instruction]) -> None:
+        """See `Recorder`."""
+        for one in self._recorders:
+            one.heard(event, said)
+
+    def refused(self, event: ev.Event) -> None:
+        """See `Recorder`."""
+        for one in self._recorders:
+            one.refused(event)
+
+    def failed(self, event: ev.Event, why: str) -> None:
+        """See `Recorder`."""
+        for one in self._recorders:
+            one.failed(event, why)
+
+    def ended(self, digest: str) -> None:
+        """See `Recorder`."""
+        for one in self._recorders:
+            one.ended(digest)
+
+
 class MonotonicClock(Protocol):
     """Where time comes from."""
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
 from headwater.cache.meeting import Meetings, leading_hits
-from headwater.cache.placement import ComputeCost, how_much_to_load
+from headwater.cache.placement import ComputeCost, how_much_to_load, patience_s
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Load, Probe, Promote
@@ -119,6 +119,7 @@ class Loader:
         the request has slots for was found to pay, and whoever was told that counts on it. With `meet` the engine can
         compute while what lies behind is loaded.
         """
+        request.may_meet = meet
         head_s = 0.0  # until what is loaded first is there
         paused = [name for name in request.held if not self._jobs.tiers[name].breakers[JobKind.LOAD].would_allow(now_s)]
         for store in paused if meet and not promised else ():
@@ -148,6 +149,9 @@ class Loader:
                 request.unasked[name] = Reason.FAILED
                 continue
             is_trial, row_end = at + num_blocks < row_end, at + num_blocks
+            timeout_s = tier.config.load_timeout_s
+            if not (promised or agreed):
+                timeout_s = patience_s(tier, self._cost, at, row_end)
             row: dict[str, Any] = {"keys": tuple(request.keys[at:row_end]), "parent": request.before(at)}
             job = self._jobs.begin(JobKind.LOAD, tier, at, row_end, now_s, request=request, **row)
             request.loads.append(job)
@@ -157,7 +161,7 @@ class Loader:
                     store=name,
                     keys=job.keys,
                     slots=tuple(request.own[at - request.base : row_end - request.base]),
-                    deadline_s=now_s + tier.config.load_timeout_s,
+                    deadline_s=now_s + timeout_s,
                 )
             )
             at = request.load_end = row_end
@@ -197,6 +201,9 @@ class Loader:
                 self._give_up_front(request)
         if request.loads:
             return 0
+        if request.may_meet and request.broken is Reason.TOO_LATE:  # slower than expected: the rest from its end, if so
+            end = min(request.num_prompt, request.num_blocks)
+            self.meetings.begin(request, request.hold.num_blocks, end, now_s, late=True)
         request.ready_s = now_s
         self._explain(request)
         return sum(request.num_loaded.values())

@@ -51,11 +51,18 @@ class Meetings:
         self._where = where
         self._row_end = row_end
 
-    def begin(self, request: RequestRecord, start: int, end: int, now_s: float, *, head_s: float) -> bool:
-        """Load stored blocks from their end, if that pays. `head_s`: what passes before `start` can be computed."""
+    def begin(
+        self, request: RequestRecord, start: int, end: int, now_s: float, *, head_s: float = 0.0, late: bool = False
+    ) -> bool:
+        """Load stored blocks from their end, if that pays. `head_s`: what passes before `start` can be computed.
+
+        `late`: loading them all took longer than it should have, so what was measured before is not asked.
+        """
         parts = list(self._parts(request, start, end))
+        if not parts:
+            return False
         row_end = parts[0][2]
-        if not split_pays(self._cost, self._seconds(parts[:1], now_s), start, row_end, head_s=head_s):
+        if not late and not split_pays(self._cost, self._seconds(parts[:1], now_s), start, row_end, head_s=head_s):
             return False
         if any(not tier.breakers[JobKind.LOAD].would_allow(now_s) for tier, _, _ in parts):
             return False

@@ -22,6 +22,7 @@ from typing import Final
 _WINDOW: Final = 16  # samples that are remembered
 _RECENT: Final = 3  # of them say how fast a store is now
 _APART: Final = 2.0  # two loads whose sizes differ less say nothing of what every load costs
+_CHANGED: Final = 2.0  # by how much more a byte of the larger of two took: then the store is another than it was
 _FEW_PAIRS: Final = 3  # of which the least is taken, as long as nothing is known: a bad sample is in two of them
 _FIRST: Final = 4  # samples, of which one pair will do: something has to be believed
 _PAIRS: Final = 5  # that say something of it: a bad sample is in two of them
@@ -98,7 +99,7 @@ def _starts(samples: Iterable[tuple[int, float]]) -> Iterator[float]:
     """What each two samples in a row say of what a load takes however small. How many do depends on sizes alone."""
     for one, other in pairwise(samples):
         (small, small_s), (large, large_s) = sorted((one, other))
-        if large >= _APART * small:
+        if large >= _APART * small and large_s * small <= _CHANGED * small_s * large:
             yield min(small_s, max(0.0, (small_s * large - large_s * small) / (large - small)))
 
 

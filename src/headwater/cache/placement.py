@@ -30,6 +30,8 @@ _TRIAL_SHARE: Final = 0.05  # of what the request would compute, or one block
 _TRIAL_EVERY: Final = 100.0  # times what a trial takes, pass between two of them; but
 _TRIAL_LEAST_S: Final = 5.0  # not less than this,
 _TRIAL_MOST_S: Final = 30.0  # nor more: what became fast is to be found within a minute
+_PATIENCE: Final = 1.25  # times what computing would take, that a load which was to be faster is waited for; but
+_LEAST_PATIENCE: Final = 0.2  # of the tier's timeout at the least
 _BETTER: Final = 0.7  # of what was expected: a load that took less is news, and the next one confirms it at once
 
 
@@ -172,6 +174,16 @@ def load_pays(tier: TierState, cost: ComputeCost, *, start: int, end: int, block
     """
     compute_s = cost.row_s(start, end)
     return compute_s <= 0 or tier.load_s((end - start) * block_bytes, now_s) <= tier.worth * compute_s
+
+
+def patience_s(tier: TierState, cost: ComputeCost, start: int, end: int) -> float:
+    """How long a load of blocks [start, end) is waited for: no longer than computing them instead would make good.
+
+    It was expected to be faster than that; if it is not, the tier is not what it was. What has come by then counts.
+    """
+    compute_s = cost.row_s(start, end)
+    timeout_s = tier.config.load_timeout_s
+    return min(timeout_s, max(_PATIENCE * compute_s, _LEAST_PATIENCE * timeout_s)) if compute_s > 0 else timeout_s
 
 
 def how_much_to_load(

@@ -108,6 +108,7 @@ class RequestRecord:
     reserved_s: float = 0.0
     ready_s: float | None = None  # when nothing was being loaded any more
     misses: dict[Reason, int] = field(default_factory=dict)
+    may_meet: bool = False  # it can compute while what lies behind is loaded
     meeting: Meeting | None = None  # while it computes and what lies behind is being loaded
     met: list[tuple[int, int]] = field(default_factory=list)  # rows that were loaded so
     met_wait_s: float = 0.0  # for rows that it had come to

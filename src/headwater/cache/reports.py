@@ -67,6 +67,8 @@ class Reports:
         if job.kind is JobKind.LOAD and whole:
             lag_s = event.now_s - job.begun_s - event.seconds if job.alone else None
             tier.loaded(event.num_bytes, event.seconds, lag_s, event.now_s)
+        elif job.kind is JobKind.LOAD and Status.LATE in event.results:  # but one that took too long does
+            tier.loaded(event.num_bytes, event.seconds, None, event.now_s)
         elif job.kind in (JobKind.SAVE, JobKind.DEMOTE) and whole:
             self._tiers[job.into].saving.measured(event.num_bytes, event.seconds, event.now_s)
         self._end(job, event.results, None, event.now_s)

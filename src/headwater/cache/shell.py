@@ -24,6 +24,7 @@ from headwater.cache.misses import MissBrain
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
 
 log = logging.getLogger("headwater")
@@ -73,6 +74,8 @@ class Shell:
             return
         if isinstance(event, ev.StoreOff | ev.StoreOn) and event.store not in self.tiers:
             return
+        if isinstance(event, ev.JobFailed) and event.failure is Reason.FAILED:  # the brain only counts it
+            log.warning("job %d failed: %s", event.job, event.why)
         with self._lock:
             try:
                 if not self._is_old(event):

@@ -19,6 +19,7 @@ from headwater.cli.options import (
     NodeKeyFile,
     Port,
     Timeout,
+    Traces,
     key_option,
     log_to_stderr,
     print_json,
@@ -130,6 +131,7 @@ def router(
     max_requests: Annotated[int, typer.Option(help="Requests at a time; more are sent away (429).")] = 1024,
     max_connections: MaxConnections = 1024,
     allow_host: AllowHost = None,
+    traces: Traces = None,
 ) -> None:
     """Stand before prefill, decode and mixed nodes: one address for clients, who is asked, and whether again."""
     from headwater.disagg.key_file import find_node_key
@@ -156,6 +158,7 @@ def router(
         model=model,
         max_connections=max_connections,
         allowed_hosts=require_hosts(allow_host or ()),
+        traces=traces or environment.default_traces(),
         say=typer.echo,
     )
 

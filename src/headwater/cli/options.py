@@ -67,6 +67,16 @@ Directory = Annotated[
 ]
 
 
+Traces = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="An OpenTelemetry collector that gets spans of all requests: http://HOST:4318.",
+        show_default="$HEADWATER_TRACES, or none",
+    ),
+]
+
+
 NodeKeyFile = Annotated[
     Path | None,
     typer.Option(

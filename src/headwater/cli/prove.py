@@ -220,7 +220,7 @@ def replay(
     """
     from headwater.lab.replay import plot as picture
     from headwater.lab.replay import sweep as replays
-    from headwater.lab.replay.bill import ReplaySetup
+    from headwater.lab.replay.bill import STORE, ReplaySetup, ReplayStore
     from headwater.lab.replay.synthetic import Synthetic
     from headwater.lab.replay.trace import Trace, TraceFile
 
@@ -236,13 +236,15 @@ def replay(
         source = Synthetic(
             synthetic or "", requests, seed=seed, block_tokens=block_tokens, full_blocks_only=full_blocks_only
         )
+    if store_gbs is not None and not store_blocks:
+        raise InvalidConfig("there is no store whose speed could be set: give it blocks")
+    stores = (ReplayStore(name=STORE, blocks=store_blocks, gbs=store_gbs),) if store_blocks else ()
     default = replays.CAPACITIES if plot is None else replays.PLOT_CAPACITIES
     setups = [
         ReplaySetup(
             policy=name,
             blocks=number,
-            store_blocks=store_blocks,
-            store_gbs=store_gbs,
+            stores=stores,
             block_bytes=block_bytes,
             compute_base_s=compute_ms / 1e3,
             compute_slope_s=compute_slope_ms / 1e3,

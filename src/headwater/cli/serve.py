@@ -17,6 +17,7 @@ from headwater.cli.options import (
     ModelDirectory,
     NodeKeyFile,
     Port,
+    Traces,
     key_option,
     log_to_stderr,
     print_json,
@@ -139,6 +140,7 @@ def serve(
     record_bytes: Annotated[
         int, typer.Option(help="How large that file may get; then it says that it is cut.")
     ] = RECORD_BYTES,
+    traces: Traces = None,
     max_prompt_chars: Annotated[
         int | None,
         typer.Option(
@@ -202,6 +204,7 @@ def serve(
         cache=not no_cache,
         record=record,
         record_bytes=record_bytes,
+        traces=traces or environment.default_traces(),
     )
     start.run(options, any_port=port is None, say=typer.echo)
 

@@ -29,7 +29,7 @@ def top(
 ) -> None:
     """Show what a server's dashboard shows, in a terminal. One look, where the output is none."""
     from headwater.lab.draw_state import screen
-    from headwater.serve.ask_state import ask_state
+    from headwater.serve.ask_server import ask_state
 
     if every < 0.1:
         raise InvalidConfig(f"every look costs the server something: wait 0.1 s at least, not {every:g}")
@@ -88,3 +88,17 @@ def dashboard(
         MetricsBoard(
             reader, limits=limits, api_key=key, announce=lambda: typer.echo(f"the dashboard of {server} is at {where}/")
         ).serve_forever([listener])
+
+
+@app.command()
+def boards(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="grafana: a board to import; alerts: a Prometheus rules file.")
+    ],
+) -> None:
+    """Print what shows and watches our metrics: a Grafana board, or Prometheus alert rules, as a file to save."""
+    from headwater.lab import boards as made
+
+    if kind not in made.KINDS:
+        raise InvalidConfig(f"there is {' and '.join(made.KINDS)}, and no {kind!r}")
+    typer.echo(made.grafana() if kind == "grafana" else made.alerts())

@@ -25,7 +25,7 @@ def require_seconds(name: str, value: object) -> None:
 def require_url(what: str, url: object) -> None:
     """Raise InvalidConfig unless it is http://HOST:PORT, or https."""
     try:
-        parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() else None
+        parts = urlsplit(url) if isinstance(url, str) and re.fullmatch("[!-~]+", url) else None
         fine = parts is not None and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         bare = parts is not None and not (parts.path or parts.query or parts.fragment or parts.username)
     except ValueError:

@@ -117,6 +117,11 @@ def default_residency(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get("HEADWATER_RESIDENCY") or None
 
 
+def default_traces(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The OpenTelemetry collector that is told of requests: `HEADWATER_TRACES`; none where that is empty or missing."""
+    return environ.get("HEADWATER_TRACES") or None
+
+
 def index_only(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether no data goes to or comes from the pool, and only the residency index is kept: `HEADWATER_INDEX_ONLY`.
 

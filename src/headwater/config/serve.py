@@ -63,6 +63,7 @@ class ServeConfig(CacheTiers):
     cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
     record: Path | None = None  # a file of all that the cache's brain hears; None: nothing is recorded
     record_bytes: int = RECORD_BYTES  # how large it may get
+    traces: str | None = None  # the OpenTelemetry collector that is told of requests; None: nobody is
 
     def __post_init__(self) -> None:
         """Take paths as text, refuse what cannot work."""
@@ -89,6 +90,8 @@ class ServeConfig(CacheTiers):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), MIN_LIMIT_BYTES)
         require_count("record_bytes", self.record_bytes, MIN_RECORD_BYTES)
+        if self.traces is not None:
+            require_url("--traces", self.traces)
         for name in ("request_timeout_s", "lease_s", "pd_timeout_s", "probe_timeout_s", "load_timeout_s"):
             require_seconds(name, getattr(self, name))
         require_count("port", self.port, 0)

@@ -1,6 +1,8 @@
 """Server-sent events out of chunks of bytes: each whole, checked to be one, and its bytes kept as they came. Pure."""
 
 import json
+import math
+import re
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
@@ -8,6 +10,7 @@ from headwater.core.errors import HeadwaterError
 MAX_EVENT_BYTES: Final = 4 << 20
 
 _DATA: Final = b"data:"
+_END: Final = re.compile(rb"\n\r?\n")  # of an event
 
 
 class NotEvents(HeadwaterError):
@@ -18,7 +21,7 @@ class EventReader:
     """Takes chunks, gives events."""
 
     def __init__(self, limit_bytes: int = MAX_EVENT_BYTES) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self._limit_bytes = limit_bytes
 
     def feed(self, chunk: bytes) -> list[tuple[bytes, dict[str, Any]]]:
@@ -26,15 +29,39 @@ class EventReader:
 
         Comments are left out: they say that somebody lives, and that was heard.
         """
-        *whole, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        seen = len(self._rest)
+        self._rest += chunk
+        whole: list[bytes] = []
+        if _END.search(self._rest, max(0, seen - 2)) is not None:  # or a large event in crumbs would be split each time
+            *whole, rest = bytes(self._rest).replace(b"\r\n", b"\n").split(b"\n\n")
+            self._rest = bytearray(rest)
         if len(self._rest) > self._limit_bytes:
             raise NotEvents(f"an event of more than {self._limit_bytes} bytes")
         return [(event + b"\n\n", _said(event)) for event in whole if event and not event.startswith(b":")]
 
 
+def read_json(data: bytes) -> Any:
+    """What a node sent, as JSON has it: no NaN, and no number that is none here. Raises ValueError, RecursionError.
+
+    So what was read can always be written again.
+    """
+    return json.loads(data, parse_constant=_refuse, parse_float=_finite)
+
+
 def event_of(document: dict[str, Any]) -> bytes:
     """An object as an event."""
     return _DATA + b" " + json.dumps(document, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:40]} is too large")
+    return found
 
 
 def _said(event: bytes) -> dict[str, Any]:
@@ -44,7 +71,7 @@ def _said(event: bytes) -> dict[str, Any]:
     if data == b"[DONE]":
         return {}
     try:
-        found = json.loads(data)
+        found = read_json(data)
     except (ValueError, RecursionError) as error:
         raise NotEvents(f"{data[:40]!r} is no JSON") from error
     if not isinstance(found, dict) or not (isinstance(found.get("choices"), list) or "error" in found):

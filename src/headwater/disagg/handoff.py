@@ -3,9 +3,8 @@
     prefill   begin_send(request, tokens, slots, ...) -> Sent(ticket)   only when the pool has every block, or Unsent
     decode    begin_fetch(ticket, slots, ...)         -> Fetched        only when every block is in its slot, or Missing
 
-Neither blocks: what came of it is told, by the deadline, to who began it. `Sender` and `Receiver` are the seam: another
-way from device to device has these two faces and the same ticket. Here it is the pool: Saves, Loads and Probes of an
-executor (`exports.py`, `imports.py`, `runner.py`), which may be the cache's own, and that of a group of ranks.
+Neither blocks: what came of it is told, by the deadline, to who began it. Bytes are moved by Saves, Loads and Probes of
+an executor (`exports.py`, `imports.py`, `runner.py`), which may be the cache's own, and that of a group of ranks.
 
 Not here: requests, engines, HTTP, who goes where (`router/router.py`), what is done about what is missing.
 
@@ -18,7 +17,7 @@ Invariants:
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from headwater.core.errors import InvalidConfig, InvalidInput
 from headwater.core.events import MoveListener, Stored
@@ -40,65 +39,6 @@ from headwater.transfer.executor.caller import Caller
 log: Final = logging.getLogger("headwater")
 
 TAIL_GRACE_S: Final = 30.0  # a tail outlives its ticket: who began in time shall finish, and clocks differ
-
-
-class Cancellable(Protocol):
-    """A handoff under way."""
-
-    def cancel(self) -> None:
-        """Nobody wants it any more: it ends soon. Does not block."""
-        ...
-
-
-class Sender(Protocol):
-    """The prefill end of a handoff, whatever goes between."""
-
-    def begin_send(
-        self,
-        request: str,
-        tokens: Tokens,
-        slots: Sequence[int],
-        *,
-        first: FirstToken,
-        sampler: SamplerState,
-        deadline: Deadline,
-        done: Callable[[Sent | Unsent], None],
-        finish: FirstTokenFinish = FirstTokenFinish.GOES_ON,
-        extras: Iterable[Extra] = (),
-        salt: bytes | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-        freed: Callable[[], None] = lambda: None,
-    ) -> Cancellable | None:
-        """Make a prompt's KV readable for whoever gets the ticket; `done` hears. Does not block. None: it is over.
-
-        If what it hears is `stuck`, a copy hangs that may still touch slots, until `freed` is called: perhaps never.
-        """
-        ...
-
-
-class Receiver(Protocol):
-    """The decode end."""
-
-    def begin_fetch(
-        self,
-        ticket: Ticket,
-        slots: Sequence[int],
-        *,
-        deadline: Deadline,
-        done: Callable[[Fetched | Missing], None],
-        start_block: int = 0,
-        stopped: Callable[[], bool] = lambda: False,
-        freed: Callable[[], None] = lambda: None,
-    ) -> Cancellable | None:
-        """Bring what a ticket names into slots; `done` hears. Does not block. None: it is over.
-
-        If what it hears is `stuck`, a copy hangs that may still touch slots, until `freed` is called: perhaps never.
-        """
-        ...
-
-    def same_pages(self, ticket: Ticket) -> bool:
-        """Whether the full blocks that a ticket names are pages as this node itself writes them."""
-        ...
 
 
 class PoolSender:

@@ -7,6 +7,7 @@ ATTEMPT: Final = "x-headwater-attempt"  # which of a router's tries for it this 
 TIMEOUT: Final = "x-headwater-timeout-s"  # that is left for it
 POOL_SECONDS: Final = "x-headwater-pool-s"  # that it waited for the pool
 FIRST_SECONDS: Final = "x-headwater-first-s"  # until its first token
+TRACEPARENT: Final = "traceparent"  # of a trace that the request is part of, as W3C has it
 
 ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")  # of OpenAI, that generate
 MODELS: Final = "/v1/models"

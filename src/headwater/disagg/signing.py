@@ -14,7 +14,6 @@ import select
 import ssl
 from collections.abc import Generator
 from contextlib import suppress
-from email.parser import BytesParser
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -39,22 +38,17 @@ class SignedBy(httpx2.Auth):
 
     def auth_flow(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
         """Sign a request. Raises NotProven, also of an answer that anybody could have given."""
-        knew = self.signer.challenge is not None
-        if not knew:
-            yield from self._say_hello(request)
-        nonce = self._sign(request)
-        response = yield request
-        if response.status_code == 401 and knew:  # it does not know us any more, or never did
-            yield from self._say_hello(request)
-            nonce = self._sign(request)
-            response = yield request
-        self.signer.check(nonce, response.status_code, response.headers)
-
-    def _sign(self, request: httpx2.Request) -> str:
         target = request.url.raw_path.decode("ascii")
-        nonce, header = self.signer.sign(method=request.method, target=target, body=request.content)
-        request.headers[AUTH] = header
-        return nonce
+        says_hello = self.signer.challenge is None
+        while True:
+            if says_hello:
+                yield from self._say_hello(request)
+            nonce, request.headers[AUTH] = self.signer.sign(method=request.method, target=target, body=request.content)
+            response = yield request
+            if says_hello or response.status_code != 401:
+                break
+            says_hello = True  # it does not know us any more, or never did
+        self.signer.check(nonce, response.status_code, response.headers)
 
     def _say_hello(self, request: httpx2.Request) -> Generator[httpx2.Request, httpx2.Response, None]:
         nonce, header = self.signer.hello()
@@ -144,8 +138,9 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
         head = await reader.readuntil(b"\r\n\r\n")
     except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
         raise NotProven("who answers there does not speak as a node does") from error
-    line, _, rest = head.partition(b"\r\n")
+    line, *lines = head.decode("latin-1").split("\r\n")  # any bytes are text so: what is none of ours proves nothing
     status = 0
     with suppress(ValueError, IndexError):
-        status = int(line.split(b" ")[1])
-    return status, {name.lower(): value for name, value in BytesParser().parsebytes(rest, headersonly=True).items()}
+        status = int(line.split(" ")[1])
+    fields = (one.partition(":") for one in lines)
+    return status, {name.lower(): value.strip() for name, _, value in fields}

@@ -18,6 +18,7 @@ log = logging.getLogger("headwater")
 
 _NUM_WARM: Final = 4  # steps to see what a step costs,
 _WARM_PAUSE_S: Final = 0.02  # each after a pause, as requests come: a machine that sleeps is slower at first
+_WARM_TOKENS: Final = (1, 8, 512)  # computed behind a context, besides a block: what follows a hit
 
 
 class LoadFailed(Exception):
@@ -48,14 +49,16 @@ class StepComputer:
         if sampling.min_tokens and len(sampling.ends(self._model.eos_ids)) >= vocab_size:
             raise InvalidInput("every token would end the answer, which must have some: min_tokens cannot be had")
 
-    def warm_up(self) -> None:
-        """Find out what a step costs however few tokens it has, in a slot that nobody has yet."""
-        size = self._model.block_tokens
-        last = size - 1  # of the block: the step looks back, as those do that follow a hit
+    def warm_up(self, step_tokens: int) -> None:
+        """Have everything made that a device makes at its first use, and find out what a small step costs.
+
+        `step_tokens`: the most that a step computes. Computes in a slot that nobody has yet. Blocks, for a second or
+        two on a GPU.
+        """
+        last = self._model.block_tokens - 1  # of the block: the step looks back, as those do that follow a hit
         try:
-            if self._planes.device.type == "cuda" and self._planes.num_blocks > 1:
-                # Kernels for a chunk behind a context are made the first time, which would be somebody's first hit.
-                self._model.forward(self._planes, [Span(tokens=[0] * size, start=size, slots=(0, 1))])
+            if self._planes.device.type == "cuda":
+                self._load_kernels(step_tokens)
             for turn in range(1 + _NUM_WARM):
                 time.sleep(_WARM_PAUSE_S)
                 begin_s = time.perf_counter()
@@ -65,6 +68,28 @@ class StepComputer:
                     self._connector.measured(1, 0, time.perf_counter() - begin_s)
         except Exception:  # who asks will hear of it
             log.exception("a first step failed")
+
+    def _load_kernels(self, step_tokens: int) -> None:
+        """Compute spans of many shapes: which kernels a shape needs is the libraries' choice, and each loads late.
+
+        A first hit of 2,048 tokens took 0.6 s, nearly all of it in the attention of its first layer.
+        """
+        begin_s, size = time.perf_counter(), self._model.block_tokens
+        most = min(self._model.max_positions, self._planes.num_blocks * size)
+        total = size
+        while total <= most:
+            slots = (0,) * (total // size)
+            if total <= step_tokens:
+                self._model.forward(self._planes, [Span(tokens=[0] * total, start=0, slots=slots)])
+            for num in (*_WARM_TOKENS, size):
+                if num < total:
+                    self._model.forward(self._planes, [Span(tokens=[0] * num, start=total - num, slots=slots)])
+            if total > size:  # two that decode, one of them shorter
+                pair = [Span(tokens=[0], start=start, slots=slots) for start in (total - 1, total - 2)]
+                self._model.forward(self._planes, pair)
+            total *= 2
+        self.wait_for_device()
+        log.info("kernels for up to %d tokens were loaded in %.1f s", most, time.perf_counter() - begin_s)
 
     def wait_for_device(self) -> None:
         """Until the device has done all it was told. Blocks."""

@@ -115,6 +115,7 @@ class Engine(Closing):
             wake=self._wake,
         )
         connector.cache.on_change = self._wake
+        self._warm = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="headwater engine", daemon=True)
         self._thread.start()
 
@@ -183,6 +184,10 @@ class Engine(Closing):
             self._news = True
             self._lock.notify()
 
+    def wait_warm(self, timeout_s: float) -> bool:
+        """Wait until a first request is as fast as later ones. Blocks. False: it is not yet, and works all the same."""
+        return self._warm.wait(timeout_s)
+
     def close(self, timeout_s: float = 30.0) -> bool:
         """Cancel what is here and end the thread. Blocks, until the time is over at most; then False."""
         with self._lock:
@@ -215,7 +220,8 @@ class Engine(Closing):
             self._handover.close()
 
     def _run(self) -> None:
-        self._computer.warm_up()
+        self._computer.warm_up(self.config.step_tokens)
+        self._warm.set()
         while True:
             if self._scheduler.idle:
                 self._hurry(on=False)
@@ -299,6 +305,7 @@ class Engine(Closing):
             return  # it goes on with what is there
         except Exception as error:
             log.exception("a step failed")
+            self._computer.wait_for_device()  # what was launched still writes to its slots; raises: the engine stops
             for one in work:  # nothing of it is committed: what it wrote is nobody's
                 self._end(one.request, Finish.FAILED, f"{type(error).__name__}: {error}")
             return

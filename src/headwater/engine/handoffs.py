@@ -17,10 +17,11 @@ from typing import Final, TypeAlias
 
 from headwater.core.errors import InvalidConfig
 from headwater.core.results import Reason
-from headwater.disagg.handoff import Cancellable, Receiver, Sender
+from headwater.disagg.handoff import PoolReceiver, PoolSender
 from headwater.disagg.outcome import Fetched, Missing, Sent, Unsent
 from headwater.disagg.protocol import FirstToken, SamplerState, Ticket
 from headwater.disagg.protocol import FirstTokenFinish as Over
+from headwater.disagg.runner import RunningHandoff
 from headwater.engine.request import Request, Sending
 from headwater.storage.base import Deadline
 
@@ -36,8 +37,8 @@ class Handoffs:
         self,
         *,
         block_tokens: int,
-        sender: Sender | None = None,
-        receiver: Receiver | None = None,
+        sender: PoolSender | None = None,
+        receiver: PoolReceiver | None = None,
         tier: str = "",
     ) -> None:
         """Owns neither. `tier`: the cache's name of what they go through, where the cache uses it too."""
@@ -50,7 +51,7 @@ class Handoffs:
         self._ended: deque[tuple[Request, Outcome]] = deque()
         self._freed: deque[Request] = deque()
         self._changed = threading.Condition()
-        self._running: dict[Request, Cancellable | None] = {}
+        self._running: dict[Request, RunningHandoff | None] = {}
         self.on_end: Callable[[], None] = lambda: None  # called, from whatever thread, when a handoff has ended
 
     def is_promised(self, ticket: Ticket) -> bool:
@@ -67,7 +68,7 @@ class Handoffs:
             raise InvalidConfig("this engine sends nothing: it has no pool, or another role")
         slots = request.slots[: -(-len(tokens) // self._block_tokens)]
 
-        def send() -> Cancellable | None:
+        def send() -> RunningHandoff | None:
             return sender.begin_send(
                 name,
                 tokens,
@@ -94,7 +95,7 @@ class Handoffs:
             raise InvalidConfig("this engine fetches nothing: it has no pool, or another role")
         slots = request.slots[start_block : ticket.num_blocks]
 
-        def fetch() -> Cancellable | None:
+        def fetch() -> RunningHandoff | None:
             return receiver.begin_fetch(
                 ticket,
                 slots,
@@ -150,7 +151,7 @@ class Handoffs:
             self._changed.wait_for(lambda: not self._running)
 
     def _begin(
-        self, request: Request, work: Callable[[], Cancellable | None], failed: Callable[[str], Outcome]
+        self, request: Request, work: Callable[[], RunningHandoff | None], failed: Callable[[str], Outcome]
     ) -> None:
         with self._changed:
             self._running[request] = None

@@ -31,9 +31,9 @@ from headwater.storage.base import Deadline
 from headwater.storage.local import directory
 from headwater.storage.scratch import disk_root, limit_for, memory_root
 from headwater.storage.verified import VerifiedStore
+from headwater.testing.copy import gather, scatter
 from headwater.testing.samples import sample_layouts
 from headwater.transfer.device.arena import DeviceCache, HostCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy import gather, scatter
 
 DEFAULT_TARGET_BYTES: Final = 16 << 20  # of payload per layout: enough for a speed, little enough for a small /dev/shm
 _MAX_PAGES: Final = 64

@@ -22,10 +22,11 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.events import event_of
-from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES
+from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES, TRACEPARENT
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
 from headwater.router.board import router_snapshot
+from headwater.router.client import Client
 from headwater.router.nodes import NameTaken, NodeRefused
 from headwater.router.routed_request import Call, NoAnswer
 from headwater.router.router import Router
@@ -49,38 +50,7 @@ with needs_extra("serve"):
 
 _STATE: Final = "/state"
 _PATHS: Final = (HEALTH, MODELS, METRICS, _STATE, NODES, DRAIN, *ENDPOINTS)
-_STREAM: Final = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _MAX_BEAT_BYTES: Final = 64 << 10
-
-
-class Responder:
-    """The client of one request (`routed_request.Client`)."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.begun = False
-        self.over = False  # all of it was sent: from then on, a server says that the client has left
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-
-    async def whole(self, content: bytes) -> None:
-        """The answer, in one: a JSON object."""
-        self.begun = self.over = True
-        await Response(content, media_type="application/json")(self._scope, self._receive, self._send)
-
-    async def begin(self) -> None:
-        """Events follow."""
-        self.begun = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM)})
-
-    async def event(self, event: bytes) -> None:
-        """One of them."""
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
-
-    async def end(self) -> None:
-        """That was the last."""
-        self.over = True
-        await self._send({"type": "http.response.body", "body": b""})
 
 
 class Routed:
@@ -107,10 +77,11 @@ class Routed:
                     request_id=request_id(scope),
                     until_s=ends_s,
                     num_prompts=read.num_prompts,
+                    traceparent=http.headers.get(TRACEPARENT, ""),
                 )
-                await self._route(call, Responder(scope, receive, send), receive)
+                await self._route(call, Client(scope, receive, send), receive)
 
-    async def _route(self, call: Call, client: Responder, receive: Receive) -> None:
+    async def _route(self, call: Call, client: Client, receive: Receive) -> None:
         work = asyncio.create_task(self._face.router.route(call, client))
         leaving = asyncio.create_task(until_gone(receive))
         stopping = asyncio.create_task(self._face.stopping.wait())
@@ -256,7 +227,7 @@ def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
-async def _tell(client: Responder, error: ApiError) -> None:
+async def _tell(client: Client, error: ApiError) -> None:
     """A last word, in whatever way it can still be said."""
     if not client.begun:
         raise error

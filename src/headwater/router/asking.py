@@ -15,9 +15,10 @@ from headwater.disagg.events import event_of
 from headwater.disagg.headers import DECODE, FIRST_SECONDS, POOL_SECONDS, PREFILL
 from headwater.disagg.outcome import NOT_FINITE, READ_TOO_SLOWLY
 from headwater.metrics import Metrics
+from headwater.router.client import Client
 from headwater.router.nodes import NodeSlot, NodeTable
 from headwater.router.relay import NodeCall, Relay, RelayedAnswer
-from headwater.router.routed_request import Attempt, Client, Outcome, RoutedRequest, RoutePhase, with_usage
+from headwater.router.routed_request import Attempt, Outcome, RoutedRequest, RoutePhase, with_usage
 from headwater.router.trouble import Trouble, Unanswered, object_in
 from headwater.router.whole import WholeNodeAnswer
 
@@ -128,7 +129,8 @@ class Asker:
     def _attempting(self, routed: RoutedRequest, slot: NodeSlot, phase: RoutePhase) -> Iterator[Attempt]:
         """While a node is asked: remembers what became of it, and gives the slot back."""
         now_s = asyncio.get_running_loop().time
-        attempt = Attempt(phase=phase, node=slot.name, began_s=now_s())
+        span = routed.span.child(phase.value, at_s=now_s(), attributes={"headwater.node": slot.name})
+        attempt = Attempt(phase=phase, node=slot.name, began_s=now_s(), span=span)
         routed.attempts.append(attempt)
         try:
             yield attempt
@@ -154,6 +156,8 @@ class Asker:
             attempt.seconds = now_s() - attempt.began_s
             if attempt.outcome != "ok":
                 routed.add("retries", attempt.seconds)
+                span.fail(attempt.outcome)
+            span.end(now_s())
             slot.end()
             self._metrics.count("router_attempts_total", phase=phase, outcome=attempt.outcome)
             self._changed()
@@ -204,4 +208,5 @@ def _node_call(routed: RoutedRequest, slot: NodeSlot, path: str, more: Mapping[s
         attempt=secrets.token_hex(8),
         timeout_s=call.until_s - asyncio.get_running_loop().time(),
         stream=call.stream and path != PREFILL,
+        traceparent=routed.attempts[-1].span.traceparent or call.traceparent,
     )

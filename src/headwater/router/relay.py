@@ -15,6 +15,7 @@ from the environment.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, Final
 from headwater.core.errors import needs_extra
 from headwater.core.node_key import NodeKey
 from headwater.disagg.events import EventReader, NotEvents
-from headwater.disagg.headers import ATTEMPT, ATTEMPTS, REQUEST_ID, TIMEOUT
+from headwater.disagg.headers import ATTEMPT, ATTEMPTS, REQUEST_ID, TIMEOUT, TRACEPARENT
 from headwater.disagg.node_auth import NotProven, node_called
 from headwater.disagg.signing import Peer
 from headwater.router.trouble import (
@@ -42,7 +43,8 @@ with needs_extra("serve"):
     import httpx2
 
 
-_MAX_ERROR_BYTES: Final = 64 << 10
+_MAX_SMALL_BYTES: Final = 64 << 10
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _TIDY_S: Final = 1.0  # for the end of a stream whose last event has come
 
 
@@ -58,6 +60,7 @@ class NodeCall:
     attempt: str  # a name of its own for each attempt: a client may send the same id twice
     timeout_s: float  # left until the request's deadline
     stream: bool = False  # events are wanted
+    traceparent: str = ""  # of the trace that this is part of
 
 
 class RelayedAnswer:
@@ -174,11 +177,14 @@ class Relay:
             async with asyncio.timeout(None) as alarm:
                 async with _Watch(self, call, alarm) as watch:
                     with watch:
-                        response = await self._send(call)
+                        peer, client = self._peer(call.node, call.url), self._client(call.url)
+                        if not peer.proven:
+                            await self._prove(call.node, peer)
+                        response = await client.send(_request(client, call), stream=True, auth=peer.auth)
                     try:
                         if response.status_code != 200:
                             with watch:
-                                raise judge(call.node, response.status_code, await _read_error(response))
+                                raise judge(call.node, response.status_code, await _read_small(response))
                         yield RelayedAnswer(call, response, watch, limit_bytes=self._limit_bytes)
                     finally:
                         await response.aclose()
@@ -192,21 +198,6 @@ class Relay:
             raise no_connection(call.node, self._connect_s) from error
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise Unanswered(Trouble.BROKEN, f"the connection to {call.node} failed: {words(error)}") from error
-
-    async def _send(self, call: NodeCall) -> httpx2.Response:
-        headers = {
-            "content-type": "application/json",
-            "accept": "text/event-stream" if call.stream else "application/json",
-            REQUEST_ID: call.request_id,
-            ATTEMPT: call.attempt,
-            TIMEOUT: f"{max(call.timeout_s, 0.0):.3f}",
-        }
-        peer = self._peer(call.node, call.url)
-        if not peer.proven:
-            await self._prove(call.node, peer)
-        client = self._client(call.url)
-        request = client.build_request("POST", call.url + call.path, content=call.content, headers=headers)
-        return await client.send(request, stream=True, auth=peer.auth)
 
     # --- whether a node is one ----------------------------------------------------------------------------------------
 
@@ -255,14 +246,17 @@ class Relay:
         try:
             async with asyncio.timeout(self.probe_s):
                 auth = self._peer(call.node, call.url).auth
-                found = await self._client(call.url).get(f"{call.url}{ATTEMPTS}/{call.attempt}", auth=auth)
-        except (TimeoutError, httpx2.HTTPError):
-            return f"{silent}, nor when it was asked"
+                async with self._client(call.url).stream(
+                    "GET", f"{call.url}{ATTEMPTS}/{call.attempt}", auth=auth
+                ) as found:
+                    said = await _read_small(found)
         except NotProven as error:
             return f"{silent}, and is not trusted: {error}"
+        except Exception:  # noqa: BLE001  whatever it is: a watch that ended with it would let its request wait
+            return f"{silent}, nor when it was asked"
         if found.status_code != 200:
             return f"{silent}, and does not know this request"
-        idle = (object_in(found.content) or {}).get("idle_s")
+        idle = (said or {}).get("idle_s")
         if not isinstance(idle, int | float) or not 0 <= idle <= self.silence_s:
             return f"{silent}, and has not computed anything for {idle!r:.20} s"
         return None
@@ -311,10 +305,24 @@ class _Watch:
                 return
 
 
-async def _read_error(response: httpx2.Response) -> dict[str, Any] | None:
+def _request(client: httpx2.AsyncClient, call: NodeCall) -> httpx2.Request:
+    headers = {
+        "content-type": "application/json",
+        "accept": "text/event-stream" if call.stream else "application/json",
+        REQUEST_ID: call.request_id,
+        ATTEMPT: call.attempt,
+        TIMEOUT: f"{max(call.timeout_s, 0.0):.3f}",
+    }
+    if _TRACEPARENT.fullmatch(call.traceparent):
+        headers[TRACEPARENT] = call.traceparent
+    return client.build_request("POST", call.url + call.path, content=call.content, headers=headers)
+
+
+async def _read_small(response: httpx2.Response) -> dict[str, Any] | None:
+    """What a node says when it answers nothing. None: it is no JSON, or more than that."""
     body = bytearray()
     async for chunk in response.aiter_raw():
         body += chunk
-        if len(body) > _MAX_ERROR_BYTES:
+        if len(body) > _MAX_SMALL_BYTES:
             return None
     return object_in(bytes(body))

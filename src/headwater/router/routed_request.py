@@ -7,13 +7,14 @@ is told in `usage.headwater.router`.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
 from headwater.disagg.width import num_choices
 from headwater.router.choice import Candidate, Held, NodeChoice, Size
 from headwater.router.nodes import NodeSlot
 from headwater.router.trouble import Unanswered
+from headwater.tracing.spans import NO_SPAN, Span
 
 _NUM_SHOWN: Final = 16  # decisions of one request
 _WANTED: Final = 128  # tokens, where the client does not say
@@ -64,6 +65,7 @@ class Call:
     request_id: str
     until_s: float  # on the event loop's clock
     num_prompts: int = 1  # as far as that can be seen here
+    traceparent: str = ""  # of the client's trace
 
     @property
     def stream(self) -> bool:
@@ -88,22 +90,6 @@ class Call:
         return Size(counted, wanted, self.num_prompts, self.num_answers)
 
 
-class Client(Protocol):
-    """Who waits for the answer. Nothing is sent twice, and nothing before it is certain."""
-
-    async def whole(self, content: bytes) -> None:
-        """The answer, in one: a JSON object."""
-
-    async def begin(self) -> None:
-        """Events follow."""
-
-    async def event(self, event: bytes) -> None:
-        """One of them."""
-
-    async def end(self) -> None:
-        """That was the last."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Attempt:
     """One node that was asked."""
@@ -114,6 +100,7 @@ class Attempt:
     outcome: str = "under way"
     seconds: float = 0.0
     why: str = ""
+    span: Span = NO_SPAN
 
     def document(self) -> dict[str, Any]:
         """For people."""
@@ -132,6 +119,7 @@ class RoutedRequest:
 
     call: Call
     began_s: float
+    span: Span = NO_SPAN
     held: Held | None = None
     outcome: Outcome | None = None
     begun: bool = False  # something has reached the client

@@ -94,14 +94,16 @@ from headwater.disagg.events import event_of
 from headwater.metrics import Metrics
 from headwater.router.asking import Asker
 from headwater.router.choice import Candidate, choose_decode, choose_entry
+from headwater.router.client import Client
 from headwater.router.lookup import Looker, Lookup
 from headwater.router.membership import Membership
 from headwater.router.nodes import NodeSlot, NodeTable
 from headwater.router.relay import Relay
-from headwater.router.routed_request import Call, Client, NoAnswer, Outcome, RoutedRequest
+from headwater.router.routed_request import Call, NoAnswer, Outcome, RoutedRequest
 from headwater.router.settings import RouterConfig
 from headwater.router.trouble import Trouble, Unanswered
 from headwater.router.wait_line import WaitLine
+from headwater.tracing.spans import NO_TRACING, Tracing
 
 _GRACE_S: Final = 0.2  # for the last word to a client whose time is over
 _SECOND_OPINION: Final = 2  # nodes that computed NaN for a prompt, until nobody else is asked
@@ -111,10 +113,18 @@ _Taken = tuple[Candidate, NodeSlot]
 class Router:
     """Routes. For one event loop; `aclose` it there."""
 
-    def __init__(self, config: RouterConfig, *, metrics: Metrics, lookup: Lookup | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        metrics: Metrics,
+        lookup: Lookup | None = None,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         """`lookup` asks the residency index; without it, nodes come round robin."""
         self.config = config
         self.metrics = metrics
+        self._tracing = tracing
         self.nodes = NodeTable(pause_s=config.pause_s, max_pause_s=config.max_pause_s)
         self._relay = Relay(
             connect_s=config.connect_timeout_s,
@@ -191,7 +201,10 @@ class Router:
     async def route(self, call: Call, client: Client) -> None:
         """Answer a request. Raises NoAnswer if there is none and nothing was sent; cancelled if the client leaves."""
         loop = asyncio.get_running_loop()
-        routed = RoutedRequest(call, loop.time())
+        began_s = loop.time()
+        span = self._tracing.begin(f"route {call.endpoint}", at_s=began_s, traceparent=call.traceparent)
+        span.tell({"headwater.request_id": call.request_id})
+        routed = RoutedRequest(call, began_s, span)
         self._trips.add(routed)
         try:
             try:
@@ -229,6 +242,10 @@ class Router:
         routed.seconds["total"] = now_s - routed.began_s
         routed.outcome = outcome
         self.metrics.count("router_requests_total", outcome=outcome)
+        routed.span.tell({"headwater.outcome": outcome.value, "headwater.attempts": len(routed.attempts)})
+        if outcome is not Outcome.ANSWERED:
+            routed.span.fail(outcome.value)
+        routed.span.end(now_s)
         if outcome is Outcome.ANSWERED:
             for phase, seconds in routed.seconds.items():
                 self.metrics.observe("router_phase_seconds", seconds, phase=phase)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwater.build import open_residency
-from headwater.config.checks import is_loopback
+from headwater.config.checks import is_loopback, require_url
+from headwater.config.environment import default_node
 from headwater.config.residency import MEMORY_URL, ResidencyConfig
 from headwater.config.serve import require_node_key
 from headwater.core.errors import InvalidConfig, InvalidInput
@@ -29,6 +30,7 @@ from headwater.serve.limits import MAX_CONNECTIONS, SMALL_BYTES, fit_connections
 from headwater.serve.prompts import encode
 from headwater.serve.reading import APIS, LargeBody
 from headwater.serve.sockets import address, curl, keep_what_is_here, listen
+from headwater.tracing.spans import NO_TRACING, Tracing
 
 log = logging.getLogger("headwater")
 
@@ -43,6 +45,7 @@ def run(
     any_port: bool,
     residency: str | None,
     model: Path | None,
+    traces: str | None = None,
     max_connections: int = MAX_CONNECTIONS,
     allowed_hosts: Sequence[str] = (),
     say: Callable[[str], None],
@@ -52,7 +55,13 @@ def run(
     `say` hears, when it answers, where it is and a command that tries it.
     """
     require_node_key(config.node_key, host)
-    with listen(host, port, or_any=any_port) as listener, open_router(config, residency=residency, model=model) as one:
+    if traces is not None:
+        require_url("--traces", traces)
+    with (
+        _tracing(traces) as tracing,
+        listen(host, port, or_any=any_port) as listener,
+        open_router(config, residency=residency, model=model, tracing=tracing) as one,
+    ):
         if config.api_key is None and not is_loopback(listener.getsockname()[0]):
             log.warning("everybody who can reach %s can use this router: it wants no API key", host)
 
@@ -71,15 +80,35 @@ def run(
 
 
 @contextmanager
+def _tracing(url: str | None) -> Iterator[Tracing]:
+    """Spans to that collector; none without one."""
+    if url is None:
+        yield NO_TRACING
+        return
+    from headwater.tracing.otel import OtelTracing  # an extra
+
+    tracing = OtelTracing(url, service="headwater-router", instance=default_node())
+    try:
+        yield tracing
+    finally:
+        tracing.close()
+
+
+@contextmanager
 def open_router(
-    config: RouterConfig, *, residency: str | None = None, model: Path | None = None, metrics: Metrics | None = None
+    config: RouterConfig,
+    *,
+    residency: str | None = None,
+    model: Path | None = None,
+    metrics: Metrics | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> Iterator[Router]:
     """A router that asks an index, if there is one. Whoever serves it closes it; the index is closed at the end."""
     metrics = metrics if metrics is not None else Metrics()
     if residency is None:
         if model is not None:
             raise InvalidConfig("a model's tokenizer is for the residency index: say where that is, or leave it out")
-        yield Router(config, metrics=metrics)
+        yield Router(config, metrics=metrics, tracing=tracing)
         return
     if residency == MEMORY_URL:
         raise InvalidConfig(f"an index in this process ({MEMORY_URL}) hears of no node: name one that nodes use too")
@@ -87,7 +116,7 @@ def open_router(
     with open_residency(ResidencyConfig(url=residency), metrics=metrics) as index:
         router: Router
         lookup = PrefixLookup(index, read=read, blocks=lambda: router.nodes.blocks())
-        router = Router(config, metrics=metrics, lookup=lookup)
+        router = Router(config, metrics=metrics, lookup=lookup, tracing=tracing)
         yield router
 
 

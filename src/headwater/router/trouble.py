@@ -1,12 +1,12 @@
 """Why a node did not answer, and what follows from what it said. Values; nothing here waits or sends."""
 
 import enum
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError
+from headwater.disagg.events import read_json
 from headwater.disagg.node_auth import NotProven
 from headwater.disagg.outcome import NOT_FINITE
 
@@ -52,7 +52,8 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
     about = f"{node}: {reason}"
     if status in NO_ROOM:
         return Unanswered(Trouble.REFUSED, about, status=503)
-    if document is not None and error and (status in (400, 413, 422) or error.get("code") == "model_not_found"):
+    unknown = status == 404 and error.get("code") == "model_not_found"
+    if document is not None and error and (status in (400, 413, 422) or unknown):
         # Only the client hears the message, which may hold what it wrote: what is said here is shown to others.
         return Unanswered(Trouble.REJECTED, _code(error), status=status, document=dict(document))
     kind = (document or {}).get("kind")
@@ -66,7 +67,7 @@ def judge(node: str, status: int, document: Mapping[str, Any] | None) -> Unanswe
 def object_in(data: bytes) -> dict[str, Any] | None:
     """The JSON object that a node sent; None: it is none."""
     try:
-        found = json.loads(data)
+        found = read_json(data)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

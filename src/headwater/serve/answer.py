@@ -97,7 +97,7 @@ class Answer:
     """What becomes of a client's request. Belongs to the event loop that made it; `close` it in the end, always."""
 
     def __init__(self, engine: Engine, unread: Unread, *, timeout_s: float, until_s: float) -> None:
-        """`until_s` is on the loop's clock. `add` choices, then `begin`."""
+        """`until_s` is on the loop's clock. `add` choices, then submit their requests to the engine."""
         self.choices: list[Choice] = []
         self.error: ApiError | None = None  # why there was no answer, or no more of it
         self.first_s: float | None = None  # on the loop's clock: when its first token came
@@ -136,10 +136,6 @@ class Answer:
         choice = Choice(len(self.choices), request, transcript, echo, handoff)
         self.choices.append(choice)
         return choice
-
-    def begin(self) -> None:
-        """Submit all choices. Raises what `Engine.submit` raises; then nothing was taken."""
-        self._engine.submit(*(choice.request for choice in self.choices))
 
     @property
     def num_tokens(self) -> int:

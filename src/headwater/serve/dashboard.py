@@ -27,7 +27,7 @@ from headwater.core.errors import needs_extra
 from headwater.serve import page
 from headwater.serve.errors import RETRY_AFTER_S, ApiError, closing
 from headwater.serve.limits import Limits
-from headwater.serve.middleware import until_s
+from headwater.serve.middleware import until_gone, until_s
 from headwater.serve.state import Snapshot, document
 
 with needs_extra("serve"):
@@ -103,7 +103,7 @@ class Dashboard:
         loop = asyncio.get_running_loop()
         ends_s = min(loop.time() + LASTS_S, until_s(http))
         self.num_streams += 1
-        leaving = asyncio.create_task(_until_gone(http.receive))
+        leaving = asyncio.create_task(until_gone(http.receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
             while not (leaving.done() or self._stopping() or loop.time() >= ends_s or http.method == "HEAD"):
@@ -140,8 +140,3 @@ def _too_many(most: int) -> ApiError:
         code="too_many_streams",
         headers={"Retry-After": str(RETRY_AFTER_S)},
     )
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

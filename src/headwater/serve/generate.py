@@ -17,6 +17,7 @@ from headwater.serve.errors import ApiError
 from headwater.serve.logprobs import NameToken, token_id
 from headwater.serve.openai import Api, Head, Said, dump, token_counts, usage_document
 from headwater.serve.phases import phases_of
+from headwater.serve.reading import Question
 from headwater.serve.service import Arrival, Service
 from headwater.serve.transcript import TextPiece
 
@@ -43,7 +44,11 @@ class Generate:
             where = " or ".join(config.routers) or "its router (`headwater router`)"
             raise errors.wrong_role(f"this is a {config.role} node, which answers routers only: ask {where}")
         with service.arriving(Request(scope, receive)) as arrival:
-            question = await service.read(arrival, api)
+            async with service.bodies.body_of(arrival.http, config.max_body_bytes) as body:
+                question: Question = await service.readers.read(
+                    "question", api.endpoint, body, num_bytes=len(body), until_s=arrival.until_s
+                )
+                del body  # an answer takes long
             with service.places(question.num_answers):
                 answer = service.submit(arrival, api, question)
                 with service.answering(arrival, answer):
@@ -99,6 +104,7 @@ class Reply:
                 await _send_event(send, head.document(self._api.part, [], usage=self._usage()))
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         except ApiError as error:  # too late for a status
+            self._arrival.span.fail(error.code or str(error.status))
             await _send_event(send, error.document())
         await send({"type": "http.response.body", "body": b""})
 

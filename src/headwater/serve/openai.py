@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from headwater.engine.request import Usage
 from headwater.serve.asked import (
-    Asked,
     Prompt,
     chat_fields,
     chat_prompts,
     completion_fields,
     completion_prompts,
-    read_asked,
 )
 from headwater.serve.body import Fields
 from headwater.serve.logprobs import NameToken, chat_logprobs, completion_logprobs
@@ -44,10 +42,6 @@ class Api(ABC):
     prompts: Callable[[Fields], tuple[Prompt, ...]]
     # Log-probabilities of tokens; None where there are none. The second argument says what a token is called.
     logprobs: Callable[[Sequence["Likelihood"], NameToken], Document | None]
-
-    def read(self, body: Fields) -> Asked:
-        """Check a body; ApiError says which field is wrong."""
-        return read_asked(body, self.endpoint, self.fields(body))
 
     @abstractmethod
     def whole_choice(self, index: int, said: "Said", finish_reason: str | None) -> bytes:

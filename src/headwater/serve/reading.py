@@ -16,7 +16,7 @@ from headwater.disagg.prompt import Asking
 from headwater.disagg.width import num_prompts
 from headwater.engine.tokenizer import Tokenizer
 from headwater.serve import errors
-from headwater.serve.asked import MAX_SALT_CHARACTERS, Asked, Prompt, is_token
+from headwater.serve.asked import MAX_SALT_CHARACTERS, Asked, Prompt, is_token, read_asked
 from headwater.serve.body import Fields, parse
 from headwater.serve.openai import Api, Chat, Completions
 from headwater.serve.prompts import encode, require_room
@@ -69,7 +69,8 @@ class Reader:
     def question(self, endpoint: str, body: bytes | dict[str, object]) -> Question:
         """A client's body, as it came or as it lay in an envelope."""
         api = APIS[endpoint]
-        asked = api.read(Fields(parse(body) if isinstance(body, bytes) else body))
+        fields = Fields(parse(body) if isinstance(body, bytes) else body)
+        asked = read_asked(fields, endpoint, api.fields(fields))
         if asked.model not in (None, self._model):
             raise errors.unknown_model(asked.model or "", self._model)
         self._check(asked, api)

@@ -25,7 +25,7 @@ from headwater.build import Running
 from headwater.config.environment import default_node
 from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidInput, ResourceClosed, needs_extra
-from headwater.disagg.headers import ATTEMPT
+from headwater.disagg.headers import ATTEMPT, TRACEPARENT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
@@ -43,7 +43,9 @@ from headwater.serve.prompts import require_room
 from headwater.serve.reader_process import directory_digest
 from headwater.serve.readers import Readers
 from headwater.serve.reading import Envelope, Question, Reader
+from headwater.serve.spans import of_question, operation, tell_answer
 from headwater.serve.transcript import Transcript
+from headwater.tracing.spans import Span
 
 with needs_extra("serve"):
     from starlette.requests import ClientDisconnect, Request
@@ -61,6 +63,7 @@ class Arrival:
     attempt: str  # unique
     arrived_s: float  # its first byte, on the loop's clock
     timeout_s: float
+    span: Span
 
     @property
     def name(self) -> str:
@@ -135,14 +138,33 @@ class Service:
             attempt=said or secrets.token_hex(12),
             arrived_s=admission_of(http.scope).began_s,
             timeout_s=timeout_s(http),
+            span=self._begin_span(http),
         )
         self._attempts[arrival.attempt] = None
         try:
             yield arrival
         except (ClientDisconnect, ClientLeft):  # nobody is there
+            arrival.span.fail("gone")
             return
+        except ApiError as error:
+            arrival.span.fail(error.code or str(error.status))
+            raise
+        except asyncio.CancelledError:
+            arrival.span.fail("cancelled")
+            raise
+        except BaseException:
+            arrival.span.fail("fault")
+            raise
         finally:
             del self._attempts[arrival.attempt]
+            arrival.span.end(asyncio.get_running_loop().time())
+
+    def _begin_span(self, http: Request) -> Span:
+        name = f"{operation(http.url.path)} {self.running.name}"
+        began_s = admission_of(http.scope).began_s
+        span = self.running.tracing.begin(name, at_s=began_s, traceparent=http.headers.get(TRACEPARENT, ""))
+        span.tell({"headwater.request_id": request_id(http.scope), "headwater.node": self.node})
+        return span
 
     @contextmanager
     def places(self, number: int) -> Iterator[None]:
@@ -177,6 +199,8 @@ class Service:
             listener.cancel()
             answer.close()
             self._count(answer)
+            tell_answer(arrival.span, answer, self.running.name)
+            self._forget(answer)
 
     @property
     def num_inside(self) -> int:
@@ -226,16 +250,8 @@ class Service:
 
     # --- into the engine ----------------------------------------------------------------------------------------------
 
-    async def read(self, arrival: Arrival, api: Api) -> Question:
-        """What a client's body asks for. Raises ApiError; waits for the client."""
-        async with self.bodies.body_of(arrival.http, self.config.max_body_bytes) as body:
-            question: Question = await self.readers.read(
-                "question", api.endpoint, body, num_bytes=len(body), until_s=arrival.until_s
-            )
-            return question
-
     async def read_envelope(self, arrival: Arrival, more_bytes: int) -> Envelope:
-        """The same, of a body in a router's envelope, which may have so many bytes more."""
+        """What the body in a router's envelope asks for, which may have so many bytes more. Raises ApiError; waits."""
         async with self.bodies.body_of(arrival.http, self.config.max_body_bytes + more_bytes) as body:
             envelope: Envelope = await self.readers.read("envelope", body, num_bytes=len(body), until_s=arrival.until_s)
             return envelope
@@ -274,8 +290,15 @@ class Service:
                     after=first,
                 )
                 first = first or choice
+        arrival.span.tell(of_question(api.endpoint, asked, self.running.name))
+        for choice in answer.choices:
+            self.running.tracing.follow(choice.request.name, arrival.span)
         try:
-            answer.begin()
+            try:
+                self.running.engine.submit(*(choice.request for choice in answer.choices))
+            except BaseException:  # nobody will hear how they end
+                self._forget(answer)
+                raise
         except QueueFull as error:
             raise errors.queue_full() from error
         except ResourceClosed as error:
@@ -283,6 +306,10 @@ class Service:
         except InvalidInput as error:
             raise errors.invalid(api.prompt_param, str(error)) from error
         return answer
+
+    def _forget(self, answer: Answer) -> None:
+        for choice in answer.choices:
+            self.running.tracing.forget(choice.request.name)
 
     def _sampling(self, asked: Asked, max_tokens: int, number: int) -> Sampling:
         """How a prompt's choice of that number is drawn: what nobody said is the model's default."""

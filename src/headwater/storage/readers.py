@@ -5,8 +5,9 @@ so a call needs no thread to go on: helpers take what is left over, one item aft
 pages: an item is a number, and the work is the caller's.
 
 Invariants:
-- `run` returns, or raises, when nobody is at an item of it any more (rule 3): one helper that hangs in a read keeps the
-  call, and with it the memory that it was given. Other calls go on, with the helpers that are left.
+- `run` returns, or raises, when nobody is at an item of it any more (rule 3), with one exception: a helper that hangs
+  in a read. Then it raises ReadStuck, a little after the deadline: the call's memory is the helper's until `over`.
+  Other calls go on, with the helpers that are left. (A caller that hangs in a read of its own hangs.)
 - No thread is started before it is needed, and none stays for longer than `_IDLE_S` with nothing to do.
 - Who waits is first: helpers leave a call that nobody waits for (`hurry=False`) after the item that they are at.
 - A child of a fork has no helpers, and must not `run`: its store says so (`StoreForked`).
@@ -19,11 +20,43 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from headwater.core.errors import StoreBusy
+from headwater.storage.base import Deadline
+
 log: Final = logging.getLogger("headwater")
 
 MOST_READERS: Final = 16
 _LEAST_READERS: Final = 4  # a cold disk is kept busy by more of them than there are cores
 _IDLE_S: Final = 10.0
+_GRACE_S: Final = 5.0  # after the deadline, for the item that a helper is at: then it is said to hang
+
+
+class ReadStuck(StoreBusy):
+    """A helper hangs in a read. What the call was given may still be written to: not to be used again before `over`."""
+
+    def __init__(self) -> None:
+        super().__init__("a read of the store does not return")
+        self.over: Final = threading.Event()  # nobody reads for that call any more
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], None]] = []
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Have something done when it is over, by whoever reads last; at once, if it is."""
+        with self._lock:
+            if not self.over.is_set():
+                self._then.append(then)
+                return
+        then()
+
+    def end(self) -> None:
+        """It is over."""
+        with self._lock:
+            self.over.set()
+        for then in self._then:
+            try:
+                then()
+            except Exception:  # somebody's code, in a helper that must go on
+                log.exception("who waited for a read to end raised")
 
 
 def default_readers() -> int:
@@ -43,6 +76,7 @@ class _Round:
         self._num_items = num_items
         self._next = 0
         self.error: BaseException | None = None
+        self.stuck: ReadStuck | None = None  # what its caller was told, while helpers were inside
 
     @property
     def goes_on(self) -> bool:
@@ -74,10 +108,19 @@ class Readers:
         self._num_idle = 0
         self._closed = False
 
-    def run(self, work: Callable[[int], None], num_items: int, *, most: int | None = None, hurry: bool = True) -> None:
+    def run(
+        self,
+        work: Callable[[int], None],
+        num_items: int,
+        *,
+        deadline: Deadline | None = None,
+        most: int | None = None,
+        hurry: bool = True,
+    ) -> None:
         """Have `work` done with each number below `num_items`, by `most` threads at most. Blocks.
 
-        Raises what `work` raised first; then some items were not begun.
+        Raises what `work` raised first; then some items were not begun. Or ReadStuck: a helper is at one `_GRACE_S`
+        after the deadline.
         """
         num_helpers = min(self.num_readers, num_items, num_items if most is None else most) - 1
         if num_helpers < 1 or self._closed:
@@ -88,8 +131,11 @@ class Readers:
         try:
             self._call(turn, num_helpers)
             self._work(turn, helps=False)
-        finally:
-            self._settle(turn)
+        except BaseException as error:  # noqa: BLE001  an interrupt between two items: raised below, or ReadStuck from it
+            turn.error = turn.error or error
+        self._settle(turn, deadline)
+        if turn.stuck is not None:
+            raise turn.stuck from turn.error
         if turn.error is not None:
             raise turn.error
 
@@ -137,6 +183,9 @@ class Readers:
             with self._lock:
                 turn.num_inside -= 1
                 turn.left.notify_all()
+                freed = turn.stuck if not turn.num_inside else None
+            if freed is not None:
+                freed.end()
 
     def _next_turn(self) -> _Round | None:
         """Wait for a call that wants a helper. None: the thread shall end, and is counted out."""
@@ -176,16 +225,18 @@ class Readers:
                 return None
             return turn.claim()
 
-    def _settle(self, turn: _Round) -> None:
+    def _settle(self, turn: _Round, deadline: Deadline | None) -> None:
         """Have nobody begin with a call any more, and wait for who is inside; an interrupt has to wait too (rule 3)."""
+        until_s = None if deadline is None else time.monotonic() + deadline.remaining_s + _GRACE_S
         while True:
             try:
                 with self._lock:
                     turn.stop()
                     if turn in self._wanting:
                         self._wanting.remove(turn)
-                    while turn.num_inside:
-                        turn.left.wait()
+                    left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+                    if not turn.left.wait_for(lambda: not turn.num_inside, left_s):
+                        turn.stuck = ReadStuck()
                 return
             except BaseException as error:  # noqa: BLE001  an interrupt: raised by `run`
                 turn.error = turn.error or error

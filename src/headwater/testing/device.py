@@ -38,7 +38,7 @@ class BytesStaging:
     def num_pages(self) -> int:
         return len(self.pages)
 
-    def in_place(self) -> None:
+    def in_place(self, memory: memoryview | None = None) -> None:
         return None
 
     def block(self, slot: int) -> bytes:

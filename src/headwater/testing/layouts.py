@@ -20,8 +20,8 @@ from headwater.core.errors import InvalidLayout
 from headwater.layout.shard import Shard, byte_ranges, is_writer, parts, shard_layout, shard_of
 from headwater.layout.spec import DType, KVLayout, Plane
 from headwater.layout.tail import zero_tail
+from headwater.testing.copy import gather, scatter
 from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.device.copy import gather, scatter
 
 TP_SIZES = (1, 2, 4, 8)
 

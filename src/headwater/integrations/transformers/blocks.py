@@ -14,8 +14,9 @@ Not here: what the blocks are of (`headwater_cache.py`).
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -92,23 +93,13 @@ class CacheBlocks:
         matched = self._match(run, path, timeout_s)
         why = "" if matched.num_blocks == num_blocks else _said(matched, "not in the store")
         states = self._empty(run, matched.num_blocks)
-        done = 0
-        while done < matched.num_blocks:
-            rows = range(done, min(done + self.num_slots, matched.num_blocks))
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                why = _TOO_LONG
-                break
-            reached = self._read(run, states, path, rows, left_s)
-            done += reached.num_blocks
-            if reached.num_blocks < len(rows):
-                why = _said(reached, "the store had no good page")
-                break
+        read = partial(self._read, run, states, path)
+        done, stopped = self._in_runs(read, 0, matched.num_blocks, until_s, "the store had no good page")
         if done:
             end = done * self.layout.block_tokens
             for layer, keys, values in zip(cache.layers, states[::2], states[1::2], strict=True):
                 layer.update(keys[:, :, :end], values[:, :, :end])
-        return BlocksMoved(done, why)
+        return BlocksMoved(done, stopped or why)
 
     def holds(self, tokens: Ids, num_blocks: int) -> bool:
         """Whether the store seems to have the first blocks of `tokens`, all of them. Blocks, a second at most."""
@@ -126,17 +117,28 @@ class CacheBlocks:
         matched = self._match(run, path, timeout_s)
         if matched.why not in (Reason.WHOLE, Reason.INCOMPLETE):
             return BlocksMoved(0, _said(matched, ""))
-        states, done = _states(cache), matched.num_blocks
-        while done < num_blocks:
-            rows = range(done, min(done + self.num_slots, num_blocks))
+        write = partial(self._write, run, _states(cache), path)
+        done, why = self._in_runs(write, matched.num_blocks, num_blocks, until_s, "the store did not take it")
+        return BlocksMoved(done - matched.num_blocks, why)
+
+    def _in_runs(
+        self, move: Callable[[range, float], Reached], start: int, end: int, until_s: float, short: str
+    ) -> tuple[int, str]:
+        """Move blocks, as many at a time as there are slots. Blocks. Up to which block that went, and why not to `end`.
+
+        `short` says it where the store says nothing.
+        """
+        done = start
+        while done < end:
+            rows = range(done, min(done + self.num_slots, end))
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                return BlocksMoved(done - matched.num_blocks, _TOO_LONG)
-            reached = self._write(run, states, path, rows, left_s)
+                return done, _TOO_LONG
+            reached = move(rows, left_s)
             done += reached.num_blocks
             if reached.num_blocks < len(rows):
-                return BlocksMoved(done - matched.num_blocks, _said(reached, "the store did not take it"))
-        return BlocksMoved(done - matched.num_blocks, "")
+                return done, _said(reached, short)
+        return done, ""
 
     def _empty(self, run: _Passage, num_blocks: int) -> list[torch.Tensor]:
         """Room for blocks in a row, as transformers has them: [1, heads, tokens, dim] for each plane."""

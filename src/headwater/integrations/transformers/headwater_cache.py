@@ -20,7 +20,6 @@ import threading
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 import torch
@@ -29,6 +28,7 @@ from transformers import DynamicCache
 from headwater.build import open_local, open_pool
 from headwater.config.checks import require_count, require_seconds
 from headwater.config.stores import DISK_BYTES, LocalStoreConfig
+from headwater.core.closing import Closing
 from headwater.core.errors import InvalidConfig, InvalidInput, ResourceClosed
 from headwater.core.keys import as_tokens
 from headwater.integrations.transformers.arguments import prompt_of, require_taken
@@ -48,7 +48,7 @@ Save: TypeAlias = Literal["all", "prompt", "nothing"]
 _LEAST_READ_S: Final = 2.0  # for reading, however fast the model computes
 
 
-class HeadwaterCache:
+class HeadwaterCache(Closing):
     """A model, and a store that keeps the KV of its prompts. Threads may share it as far as they may share the model.
 
     Reading gets as long as computing the same blocks took before in this process, at least two seconds, and at most
@@ -173,14 +173,6 @@ class HeadwaterCache:
             self._blocks.close()
             if self._owned is not None:
                 self._owned.close()
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class _NoPages:
     def __init__(self, num_bytes: int) -> None:
         self._frame = memoryview(bytearray(num_bytes))
 
-    def in_place(self) -> None:
+    def in_place(self, memory: memoryview | None = None) -> None:
         """None: nothing is copied."""
         return
 

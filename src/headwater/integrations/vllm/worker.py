@@ -8,8 +8,8 @@ load itself cannot go on, since vLLM would compute into the same blocks: it rais
 sentence.
 
 Otherwise a step waits for nothing, with one exception: while loads are all that the engine has to do (the scheduler
-says so, `Orders.idle`) it would ask again at once, and take the interpreter from who copies; then a step waits until
-one has ended, a millisecond at most.
+says so, `Orders.idle`) it would ask again at once, and take the interpreter from threads that copy; then a step waits
+until one has ended, a millisecond at most. Not where another process copies: each wait would only make a hit later.
 
 Saves read blocks of requests that run, or of ended ones that vLLM keeps until `finished` lets them go: when everything
 was read, or at a deadline, after what still reads was cancelled. Blocks that vLLM takes away from a preempted request
@@ -156,10 +156,11 @@ class WorkerSide:
     def finished(self) -> tuple[set[str], set[str]]:
         """Ended requests whose blocks are read no more, and requests whose loads have all ended. Says each once.
 
-        Blocks, for `_IDLE_S` at most, where the engine has nothing to do but to wait for loads, and has heard all.
+        Blocks, for `_IDLE_S` at most, where the engine has nothing to do but to wait for loads of threads beside it.
         """
         with self._changed:
-            if self._idle and self._loading and self._num_silent >= self._overlapping:
+            is_beside = self._kill is None  # in this process
+            if is_beside and self._idle and self._loading and self._num_silent >= self._overlapping:
                 self._changed.wait_for(lambda: self._loaded() or self._left(), _IDLE_S)
         now_s = self._clock.monotonic()
         overdue: set[int] = set()

@@ -13,14 +13,15 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from headwater.lab.bench.copy_paths import Limit, Pieces, has_batch
+from headwater.lab.bench.copy_paths import Limit, Pieces
 from headwater.lab.bench.report import Samples
 from headwater.layout.digest import plane_digests
 from headwater.layout.frame import frame_bytes, header_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import PAGE_ALIGNMENT, DeviceCache
 from headwater.transfer.device.copy_engine import CopyEngine
-from headwater.transfer.device.copy_queue import Transfer
+from headwater.transfer.device.cuda import copy_calls
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests, Direction
 
 NAMES: Final = {Direction.OUT: "d2h", Direction.IN: "h2d"}
@@ -167,7 +168,7 @@ class CopyCourse:
             return found
         slots = self.rows.sources if direction is Direction.OUT else self.rows.targets
         pieces = Pieces(self._cache, slots, self.rows.frames, direction)
-        if self.num_blocks in _BATCH_BLOCKS and has_batch():
+        if self.num_blocks in _BATCH_BLOCKS and copy_calls().batches:
             found[f"{name}_batch"] = _blocking(pieces.batch)
         if self.num_blocks in _PIECES_BLOCKS:
             found[f"{name}_pieces"] = _blocking(pieces.one_by_one)

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from headwater.lab.bench.copy_course import finish
-from headwater.transfer.device.copy_queue import Transfer
+from headwater.transfer.device.transfer import Transfer
 
 WINDOWS: Final = 30
 _SIZE: Final = 8192

@@ -5,21 +5,16 @@
 them block until the bytes are there. Nothing here is part of the engine.
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from headwater.core.errors import InvalidCopy
 from headwater.layout.frame import header_bytes
 from headwater.transfer.device.arena import DeviceCache
 from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
 from headwater.transfer.device.wire import Direction, frame_address
-
-_BATCH_SINCE: Final = 13  # the runtime's major version from which on the call has the arguments that are used here
-_IN_STREAM_ORDER: Final = 1
 
 
 class Limit:
@@ -64,19 +59,6 @@ class Limit:
             stream.synchronize()
 
 
-class _Attributes(ctypes.Structure):
-    """`cudaMemcpyAttributes`: the order in which sources are read, and hints where source and target are."""
-
-    _fields_ = (
-        ("source_order", ctypes.c_int),
-        ("source_place", ctypes.c_int),
-        ("source_id", ctypes.c_int),
-        ("target_place", ctypes.c_int),
-        ("target_id", ctypes.c_int),
-        ("flags", ctypes.c_uint),
-    )
-
-
 class Pieces:
     """The planes of some blocks and their places in frames, as pairs of addresses. CUDA only."""
 
@@ -92,12 +74,6 @@ class Pieces:
         self._sizes = [size for _ in slots for _, size, _ in planes]
         self._kind = TO_HOST if direction is Direction.OUT else TO_DEVICE
         self._stream: Any = torch.cuda.Stream(cache.device)  # type: ignore[no-untyped-call]
-        self._batch: Any = None
-        if has_batch():
-            self._batch = ctypes.CDLL(f"libcudart.so.{_cuda_major()}").cudaMemcpyBatchAsync
-        count = len(self._sizes)
-        addresses = ctypes.c_void_p * count
-        self._arrays = addresses(*self._targets), addresses(*self._sources), (ctypes.c_size_t * count)(*self._sizes)
 
     def one_by_one(self) -> None:
         """A call for each. Blocks."""
@@ -107,27 +83,9 @@ class Pieces:
         self._stream.synchronize()
 
     def batch(self) -> None:
-        """One call for all. Blocks. Raises InvalidCopy if CUDA refuses."""
-        if self._batch is None:
-            raise InvalidCopy("this CUDA runtime has no cudaMemcpyBatchAsync that is known here")
-        attributes, first = _Attributes(source_order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
-        error = self._batch(
-            *self._arrays,
-            ctypes.c_size_t(len(self._sizes)),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-            ctypes.c_void_p(self._stream.cuda_stream),
-        )
-        if error:
-            raise InvalidCopy(f"cudaMemcpyBatchAsync: error {error}")
+        """Few calls for all. Blocks. Raises InvalidCopy if CUDA refuses."""
+        calls, stream = copy_calls(), self._stream.cuda_stream
+        for size in set(self._sizes):
+            rows = [one for one, num_bytes in enumerate(self._sizes) if num_bytes == size]
+            calls.copy_batch([self._targets[i] for i in rows], [self._sources[i] for i in rows], size, stream)
         self._stream.synchronize()
-
-
-def has_batch() -> bool:
-    """Whether this runtime's `cudaMemcpyBatchAsync` is the one that `Pieces` knows."""
-    return _cuda_major() >= _BATCH_SINCE
-
-
-def _cuda_major() -> int:
-    return int((torch.version.cuda or "0").partition(".")[0])

@@ -24,7 +24,7 @@ from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.engine.make_model import make_model
 from headwater.lab.bench.report import BenchReport, Samples, Tell
-from headwater.lab.bench.ttft import SHAPES
+from headwater.lab.bench.shapes import SHAPES, require_shape
 from headwater.storage.scratch import memory_root
 
 _ANSWER: Final = 8
@@ -51,8 +51,7 @@ class HandoffOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.shape not in SHAPES:
-            raise InvalidConfig(f"no shape {self.shape!r}; there are: {', '.join(SHAPES)}")
+        require_shape(self.shape)
         if min(self.rounds, self.block_tokens, self.step_tokens, *self.lengths) < 1:
             raise InvalidConfig("lengths, rounds and token counts must be positive")
 

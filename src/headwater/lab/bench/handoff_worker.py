@@ -24,7 +24,7 @@ from headwater.disagg.protocol import decode
 from headwater.engine.make_model import random_model
 from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Output, Request, Sampling, Sending, Taking
-from headwater.lab.bench.ttft import COMMON, SHAPES
+from headwater.lab.bench.shapes import COMMON, SHAPES
 
 WAIT_S: Final = 300.0
 

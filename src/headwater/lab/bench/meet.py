@@ -12,32 +12,28 @@ is done, and not of who else was there.
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headwater.build import open_cache, open_local
-from headwater.config.cache import CacheConfig, TierConfig
+from headwater.build import open_local
 from headwater.config.stores import LocalStoreConfig
 from headwater.core.errors import InvalidConfig
 from headwater.engine.connector import Connector
-from headwater.engine.engine import Engine, EngineConfig
-from headwater.engine.make_model import random_model
 from headwater.engine.models.base import Computed, Model, Span
+from headwater.lab.bench.bench_engine import BenchEngine, bench_engine, bench_model, make_prompt
 from headwater.lab.bench.report import BenchReport, Samples, Tell
-from headwater.lab.bench.ttft import COMMON, SHAPES, TtftServer, make_prompt
+from headwater.lab.bench.shapes import require_shape
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Store
 from headwater.storage.scratch import limit_for, memory_root
 from headwater.testing.faulty_stores import ThrottledStore
-from headwater.transfer.device.arena import DeviceCache, create_host_cache, create_kv_cache
-from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.device.arena import DeviceCache
 
 _TIER: Final = "slow"
 _WAIT_S: Final = 600.0
-_STAGING_PAGES: Final = 64
 _PAUSE_S: Final = 0.1  # before each request that is timed, the same for all
 _NUM_WARM: Final = 3  # prompts that nobody has seen, so that what computing costs is known
 _NOTES: Final = {
@@ -63,8 +59,7 @@ class MeetOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.shape not in SHAPES:
-            raise InvalidConfig(f"no shape {self.shape!r}; there are: {', '.join(SHAPES)}")
+        require_shape(self.shape)
         if min(self.tokens // max(1, self.block_tokens), self.block_tokens, self.step_tokens, self.rounds) < 1:
             raise InvalidConfig("a prompt has at least one block, and token counts and rounds are positive")
         if not self.paces or min(self.paces) <= 0:
@@ -109,44 +104,23 @@ class _LoadsAll(Connector):
         """Say nothing."""
 
 
-@contextmanager
 def _serving(
     model: Model, stores: dict[str, Store], options: MeetOptions, kind: type[Connector] = Connector
-) -> Iterator[TtftServer]:
-    num_blocks = -(-options.tokens // model.block_tokens) + 2
-    tiers = (
-        TierConfig(name=name, max_queued_bytes=1 << 40, max_queued_s=_WAIT_S, load_timeout_s=_WAIT_S) for name in stores
+) -> AbstractContextManager[BenchEngine]:
+    return bench_engine(
+        model,
+        stores,
+        num_tokens=options.tokens,
+        step_tokens=options.step_tokens,
+        load_timeout_s=_WAIT_S,
+        kind=kind,
     )
-    config = CacheConfig(
-        num_slots=num_blocks,
-        block_tokens=model.block_tokens,
-        block_bytes=model.layout.page_bytes,
-        tiers=tuple(tiers),
-    )
-    with ExitStack() as stack:
-        planes = stack.enter_context(create_kv_cache(model.layout, num_blocks, model.device))
-        staging = None
-        if stores:
-            pages = create_host_cache(frame_bytes(model.layout.plane_bytes), _STAGING_PAGES)
-            staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
-        cache = stack.enter_context(
-            open_cache(config, stores, staging, layout=model.layout, identity=model.identity.digest)
-        )
-        connector = kind(cache, model.identity)
-        engine = Engine(model, planes, connector, EngineConfig(step_tokens=options.step_tokens))
-        yield TtftServer(stack.enter_context(engine))
 
 
 def run(options: MeetOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for a minute, or minutes on a large shape."""
     options = options if options is not None else MeetOptions()
-    model: Model = random_model(
-        {**COMMON, **SHAPES[options.shape]},
-        name=options.shape,
-        device=options.device,
-        dtype="bf16" if options.device != "cpu" else "fp32",
-        block_tokens=options.block_tokens,
-    )
+    model: Model = bench_model(options.shape, device=options.device, block_tokens=options.block_tokens)
     if options.block_ms:
         model = _SlowedModel(model, options.block_ms / 1e3 / options.block_tokens)
     samples = Samples()
@@ -216,13 +190,13 @@ def _at_pace(
     return row
 
 
-def _warm(server: TtftServer, model: Model, options: MeetOptions, seed: int) -> None:
+def _warm(server: BenchEngine, model: Model, options: MeetOptions, seed: int) -> None:
     for at in range(_NUM_WARM):
         server.ask(make_prompt(model, options.tokens, seed + at))
         server.rest()
 
 
-def _take(server: TtftServer, prompt: list[int], name: str, samples: Samples) -> int:
+def _take(server: BenchEngine, prompt: list[int], name: str, samples: Samples) -> int:
     """Time a prompt; how many of its tokens came from the store."""
     time.sleep(_PAUSE_S)
     (usage,) = server.ask(prompt)

@@ -29,7 +29,7 @@ from headwater.lab.bench.pd_load import ReplayedPlan, TimedAnswer, ask, body_of,
 from headwater.lab.bench.pd_steady import Steady, measure
 from headwater.lab.bench.report import BenchReport, Samples, Tell
 from headwater.lab.bench.serve import make_talker
-from headwater.lab.bench.ttft import SHAPES
+from headwater.lab.bench.shapes import SHAPES
 from headwater.lab.replay.synthetic import KINDS, Synthetic
 from headwater.lab.replay.trace import Trace, TraceFile
 from headwater.pool import local as mooncake

@@ -14,40 +14,12 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidConfig, NotInstalled
 from headwater.lab.bench.report import BenchReport, Samples, Tell
+from headwater.lab.bench.shapes import SHAPES, require_shape
 from headwater.layout.frame import frame_bytes
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
 from headwater.storage.scratch import disk_root, limit_for
 
-SHAPES: Final[Mapping[str, Mapping[str, int]]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 512,
-        "vocab_size": 1024,
-    },
-    "0.5b": {
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 4864,
-        "vocab_size": 32768,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-}
 _NOTES: Final = {
     "plain_s": "transformers alone, the whole prompt in one prefill",
     "cold_s": "nothing is stored: computed in blocks, without the saving that follows the answer",
@@ -74,8 +46,7 @@ class TransformersOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.shape not in SHAPES:
-            raise InvalidConfig(f"no shape {self.shape!r}; there are: {', '.join(SHAPES)}")
+        require_shape(self.shape)
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise InvalidConfig(f"dtype is float32, bfloat16 or float16, not {self.dtype!r}")
         if min(self.tokens, self.block_tokens, self.rounds) < 1 or self.tokens <= self.block_tokens:

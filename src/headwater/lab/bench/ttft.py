@@ -10,70 +10,27 @@ Overhead: engines with and without stores serve prompts that nobody has seen, in
 
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from headwater.build import open_cache, open_local
-from headwater.config.cache import CacheConfig, TierConfig
+from headwater.build import open_local
 from headwater.config.stores import LocalStoreConfig
-from headwater.core.errors import HeadwaterError, InvalidConfig
-from headwater.engine.connector import Connector
-from headwater.engine.engine import Engine, EngineConfig
-from headwater.engine.make_model import random_model
+from headwater.core.errors import InvalidConfig
 from headwater.engine.models.base import Model, Span
-from headwater.engine.request import Output, Request, Sampling, Usage
+from headwater.engine.request import Usage
+from headwater.lab.bench.bench_engine import BenchEngine, bench_engine, bench_model, make_prompt
 from headwater.lab.bench.report import BenchReport, Samples, Tell
+from headwater.lab.bench.shapes import require_shape
 from headwater.layout.frame import frame_bytes
 from headwater.storage.base import Store
 from headwater.storage.scratch import disk_root, limit_for, memory_root
-from headwater.transfer.device.arena import create_host_cache, create_kv_cache
-from headwater.transfer.executor.staging import TorchStaging
+from headwater.transfer.device.arena import create_kv_cache
 
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "tiny": {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 512,
-        "vocab_size": 1024,
-    },
-    "0.5b": {  # what somebody may run without a GPU
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "intermediate_size": 4864,
-        "vocab_size": 32768,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-}
-COMMON: Final[dict[str, Any]] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 _WAIT_S: Final = 600.0
 _STAGING_PAGES: Final = 16
 _PAUSE_S: Final = 0.2  # before each request that is timed, the same for all: a device that was just busy is slower
@@ -101,82 +58,17 @@ class TtftOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.shape not in SHAPES:
-            raise InvalidConfig(f"no shape {self.shape!r}; there are: {', '.join(SHAPES)}")
+        require_shape(self.shape)
         if min(self.rounds, self.pairs, self.block_tokens, self.step_tokens, self.pair_tokens, *self.lengths) < 1:
             raise InvalidConfig("lengths, rounds, pairs and token counts must be positive")
         if self.rounds < 2:
             raise InvalidConfig("at least two rounds: in the first one everything is new")
 
 
-class TtftServer:
-    """One engine; asks it one prompt at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._number = 0
-
-    def ask(self, *prompts: list[int]) -> list[Usage]:
-        """Submit prompts at once, wait for one token of each."""
-        over = threading.Semaphore(0)
-        found: dict[int, Output] = {}
-        for i, prompt in enumerate(prompts):
-            self._number += 1
-
-            def listen(output: Output, at: int = i) -> None:
-                if output.finish is not None:
-                    found[at] = output
-                    over.release()
-
-            sampling = Sampling(max_tokens=1, temperature=0, ignore_eos=True)
-            self.engine.submit(Request(name=f"{self._number}", prompt=prompt, sampling=sampling, listen=listen))
-        for _ in prompts:
-            if not over.acquire(timeout=_WAIT_S):
-                raise HeadwaterError(f"no answer in {_WAIT_S:g} s")
-        usages = [found[i].usage for i in range(len(prompts))]
-        if any(usage is None or usage.ttft_s is None for usage in usages):
-            raise HeadwaterError(f"a request failed: {[output.error for output in found.values()]}")
-        return [usage for usage in usages if usage is not None]
-
-    def rest(self) -> None:
-        """Wait until nothing is being written."""
-        if not self.engine.connector.cache.drain(_WAIT_S):
-            raise HeadwaterError("the cache did not come to rest")
-
-
-@contextmanager
-def _serving(model: Model, stores: dict[str, Store], options: TtftOptions, num_tokens: int) -> Iterator[TtftServer]:
-    num_blocks = -(-num_tokens // model.block_tokens) + 2
-    config = CacheConfig(
-        num_slots=num_blocks,
-        block_tokens=model.block_tokens,
-        block_bytes=model.layout.page_bytes,
-        tiers=tuple(TierConfig(name=name, max_queued_bytes=1 << 40, max_queued_s=_WAIT_S) for name in stores),
-    )
-    with ExitStack() as stack:
-        planes = stack.enter_context(create_kv_cache(model.layout, num_blocks, model.device))
-        staging = None
-        if stores:
-            pages = create_host_cache(frame_bytes(model.layout.plane_bytes), _STAGING_PAGES)
-            staging = stack.enter_context(TorchStaging(planes, stack.enter_context(pages)))
-        cache = stack.enter_context(
-            open_cache(config, stores, staging, layout=model.layout, identity=model.identity.digest)
-        )
-        connector = Connector(cache, model.identity)
-        engine = Engine(model, planes, connector, EngineConfig(step_tokens=options.step_tokens))
-        yield TtftServer(stack.enter_context(engine))
-
-
 def run(options: TtftOptions | None = None, *, tell: Tell | None = None) -> BenchReport:
     """Measure. Blocks for minutes on a large shape."""
     options = options if options is not None else TtftOptions()
-    model = random_model(
-        {**COMMON, **SHAPES[options.shape]},
-        name=options.shape,
-        device=options.device,
-        dtype="bf16" if options.device != "cpu" else "fp32",
-        block_tokens=options.block_tokens,
-    )
+    model = bench_model(options.shape, device=options.device, block_tokens=options.block_tokens)
     samples = Samples()
     lengths = []
     with tempfile.TemporaryDirectory(prefix="headwater-ttft-", dir=disk_root()) as disk:
@@ -211,7 +103,7 @@ def _measure_length(
         directory = place / f"{tier}-{num_tokens}"
         with (
             open_local(LocalStoreConfig(directory=directory, limit_bytes=limit)) as store,
-            _serving(model, {tier: store}, options, num_tokens) as server,
+            bench_engine(model, {tier: store}, num_tokens=num_tokens, step_tokens=options.step_tokens) as server,
         ):
             for seed in (3, 4):  # warm up; and what computing costs is measured
                 server.ask(make_prompt(model, num_tokens, seed))
@@ -236,7 +128,7 @@ def _measure_length(
     return row
 
 
-def _take(server: TtftServer, prompt: list[int], name: str, samples: Samples) -> Usage:
+def _take(server: BenchEngine, prompt: list[int], name: str, samples: Samples) -> Usage:
     time.sleep(_PAUSE_S)
     (usage,) = server.ask(prompt)
     samples.add(name, (usage.ttft_s or 0.0) * 1e3)
@@ -251,8 +143,9 @@ def _measure_overhead(model: Model, places: dict[str, Path], options: TtftOption
             name: stack.enter_context(open_local(LocalStoreConfig(directory=place / "overhead", limit_bytes=limit)))
             for name, place in places.items()
         }
-        off = stack.enter_context(_serving(model, {}, options, 4 * num_tokens))
-        on = stack.enter_context(_serving(model, stores, options, 4 * num_tokens))
+        room, step = 4 * num_tokens, options.step_tokens
+        off = stack.enter_context(bench_engine(model, {}, num_tokens=room, step_tokens=step))
+        on = stack.enter_context(bench_engine(model, stores, num_tokens=room, step_tokens=step))
         for pair in range(-2, options.pairs):
             for name, server in (("off", off), ("on", on)) if pair % 2 else (("on", on), ("off", off)):
                 prompt = make_prompt(model, num_tokens, 100 + 2 * pair + (name == "on"))
@@ -302,10 +195,3 @@ def _limit_s(model: Model, num_tokens: int) -> float:
         target.copy_(source, non_blocking=True)
         model.forward(planes, [span]).logits.argmax().cpu()
         return time.perf_counter() - begin_s
-
-
-def make_prompt(model: Model, num_tokens: int, seed: int) -> list[int]:
-    """A prompt of random tokens, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed + (1 << 20))
-    found: list[int] = torch.randint(3, model.vocab_size, (num_tokens,), generator=generator).tolist()
-    return found

@@ -76,7 +76,7 @@ class _Staging:
     def num_pages(self) -> int:
         return _NUM_PAGES
 
-    def in_place(self) -> None:
+    def in_place(self, memory: memoryview | None = None) -> None:
         return None
 
     def frame(self, page: int) -> memoryview:

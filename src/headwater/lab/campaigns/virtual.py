@@ -30,6 +30,7 @@ from headwater.transfer.executor.ledger import JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.tier import Naming, TierStore
+from headwater.transfer.executor.tools import JobTools
 from headwater.transfer.executor.trouble import JobTrouble
 
 BLOCK_TOKENS: Final = 16
@@ -85,20 +86,21 @@ class VirtualExecutor:
             name: TierStore(name, store, naming, clock=clock, metrics=metrics) for name, store in stores.items()
         }
         self._pool = PagePool(staging.num_pages, list(stores), self.ledger.changed)
-        self._executor = JobRunner(
-            self._tiers,
-            staging,
-            self._pool,
-            self.ledger,
+        tools = JobTools(
+            tiers=self._tiers,
+            staging=staging,
+            pool=self._pool,
+            ledger=self.ledger,
             naming=naming,
+            throttle=SaveThrottle(),
+            clock=clock,
+            metrics=metrics,
             slice_pages=3,
             in_place_pages=3,
             overlaps=False,
             grace_s=0.25,
-            clock=clock,
-            throttle=SaveThrottle(),
-            metrics=metrics,
         )
+        self._executor = JobRunner(tools)
 
     def submit(self, instructions: Sequence[Instruction]) -> None:
         """Queue jobs; cancel those that are still queued. What follows is told by the next `tell`, not from here."""
@@ -133,7 +135,7 @@ class VirtualExecutor:
         else:
             job.started_s = self._clock.monotonic()
             try:
-                self.ledger.done(job, self._executor.run(job))
+                self.ledger.done(job, self._executor.way(job.order)(job))
             except JobTrouble as trouble:
                 with self.ledger.lock:
                     self.ledger.fail(job, trouble.failure, trouble.why)

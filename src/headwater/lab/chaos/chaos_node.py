@@ -54,23 +54,18 @@ def _spoil_loads() -> None:
 
         def __init__(self, device: Any, *arguments: Any, **more: Any) -> None:
             super().__init__(device, *arguments, **more)
-            self._device = device
+            write = self.engine.scatter
 
-        def scatter(self, pages: Any, slots: Any) -> None:
-            super().scatter(pages, slots)
-            self._spoil(slots)
+            def scatter(frames: Any, slots: Any, *, expected: Any = None, on_over: Any = None, **_: Any) -> Any:
+                transfer = write(frames, slots, expected=expected)
+                transfer.wait()
+                for plane in device.flat:
+                    plane[list(slots)] = -plane[list(slots)]
+                if on_over is not None:
+                    on_over()
+                return transfer
 
-        def scatter_from(self, frames: Any, slots: Any, *, expected: Any, on_over: Any = None, **more: Any) -> Any:
-            transfer = super().scatter_from(frames, slots, expected=expected)
-            transfer.wait()
-            self._spoil(slots)
-            if on_over is not None:
-                on_over()
-            return transfer
-
-        def _spoil(self, slots: Any) -> None:
-            for plane in self._device.flat:
-                plane[list(slots)] = -plane[list(slots)]
+            setattr(self.engine, "scatter", scatter)  # noqa: B010
 
     setattr(staging, "TorchStaging", Spoiling)  # noqa: B010
 

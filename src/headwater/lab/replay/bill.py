@@ -4,13 +4,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from headwater.cache.placement import ComputeCost
 from headwater.config.cache import CacheConfig, TierConfig
 from headwater.core.errors import InvalidConfig
 from headwater.layout.gqa import gqa_layout
 from headwater.layout.spec import DType
 from headwater.policy import policy_by_name
 
-STORE: Final = "store"  # the tier behind the device
+STORE: Final = "store"  # the one tier behind the device, where nobody asks for more
+#: What waits to be written is bounded by seconds alone. The limit in bytes is for one engine's memory; a trace may be
+#: of several, and its blocks are large and are finished many in one moment.
+_MOST_QUEUED: Final = 1 << 50
 LAYOUT: Final = "32 layers, 8 KV heads of 128, BF16 (Llama 3.1 8B)"
 
 
@@ -22,28 +26,50 @@ def default_block_bytes(block_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayStore:
+    """A store behind the device, written through."""
+
+    name: str
+    blocks: int
+    gbs: float | None = None  # how fast it reads, and writes; None: at once
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be replayed."""
+        if self.blocks < 1:
+            raise InvalidConfig(f"a store has no {self.blocks} blocks")
+        if self.gbs is not None and not 0 < self.gbs < float("inf"):
+            raise InvalidConfig(f"a store's speed is a positive number of GB/s, not {self.gbs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
     """What a trace is replayed on."""
 
     policy: str
     blocks: int  # of the device
-    store_blocks: int = 0  # of the store behind it, written through; 0: there is none
-    store_gbs: float | None = None  # how fast that store reads, and writes; None: at once
+    stores: tuple[ReplayStore, ...] = ()  # behind it, in the order of their speed
     block_bytes: int | None = None  # None: by `LAYOUT`
     compute_base_s: float = 0.0  # what a block costs to compute; 0 and 0: nobody knows
     compute_slope_s: float = 0.0  # and more for each block before it
+    step_blocks: int = 0  # that are computed, and told, at a time, each step taking its time; 0: computing takes none
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replayed."""
         if self.blocks < 1:
             raise InvalidConfig(f"a device has at least one block, not {self.blocks}")
-        if self.store_blocks < 0:
-            raise InvalidConfig(f"a store has no {self.store_blocks} blocks")
-        if self.store_gbs is not None and not self.store_blocks:
-            raise InvalidConfig("there is no store whose speed could be set: give it blocks")
-        if self.store_gbs is not None and not 0 < self.store_gbs < float("inf"):
-            raise InvalidConfig(f"a store's speed is a positive number of GB/s, not {self.store_gbs}")
+        if self.step_blocks < 0:
+            raise InvalidConfig(f"a step has no {self.step_blocks} blocks")
         policy_by_name(self.policy)
+
+    @property
+    def cost(self) -> ComputeCost:
+        """What blocks take to compute."""
+        return ComputeCost(self.compute_base_s, self.compute_slope_s)
+
+    @property
+    def store_blocks(self) -> int:
+        """Blocks behind the device, in all stores together."""
+        return sum(store.blocks for store in self.stores)
 
     @property
     def costs(self) -> bool:
@@ -56,7 +82,7 @@ class ReplaySetup:
             num_slots=self.blocks if most_blocks is None else max(1, min(self.blocks, most_blocks)),
             block_tokens=block_tokens,
             block_bytes=default_block_bytes(block_tokens) if self.block_bytes is None else self.block_bytes,
-            tiers=(TierConfig(name=STORE),) if self.store_blocks else (),
+            tiers=tuple(TierConfig(name=store.name, max_queued_bytes=_MOST_QUEUED) for store in self.stores),
             policy=self.policy,
             compute_base_s=self.compute_base_s,
             compute_slope_s=self.compute_slope_s,

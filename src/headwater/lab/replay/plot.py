@@ -5,7 +5,7 @@ before anything is replayed. A picture is written whole or not at all: beside it
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -23,7 +23,7 @@ _BOUND: Final = "#444444"
 
 
 @contextmanager
-def canvas(path: Path) -> Iterator[BinaryIO]:
+def canvas(path: Path, formats: Sequence[str] = FORMATS) -> Iterator[BinaryIO]:
     """Yield a file that becomes `path` if all goes well, and nothing if it does not.
 
     Raises NotInstalled without matplotlib, InvalidConfig for a place where no picture can be.
@@ -32,8 +32,8 @@ def canvas(path: Path) -> Iterator[BinaryIO]:
         import matplotlib.figure  # noqa: F401  only whether it can be had
     except ModuleNotFoundError as error:
         raise NotInstalled("--plot needs matplotlib: pip install 'headwater[plot]'") from error
-    if path.suffix[1:].lower() not in FORMATS:
-        raise InvalidConfig(f"--plot {path}: the name must end in one of {', '.join(f'.{one}' for one in FORMATS)}")
+    if path.suffix[1:].lower() not in formats:
+        raise InvalidConfig(f"--plot {path}: the name must end in one of {', '.join(f'.{one}' for one in formats)}")
     if path.is_dir():
         raise InvalidConfig(f"--plot {path}: that is a directory")
     draft = path.with_name(f".{path.name}.{os.getpid()}")

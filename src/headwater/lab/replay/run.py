@@ -2,7 +2,8 @@
 
 A request says Arrived at its timestamp, waits until the stores have answered, says Wanted for all its blocks, waits for
 what is being loaded, says Filled for the rest, and Left. Computing takes no virtual time, so without a store's speed
-requests never overlap; with one they do, as far as they wait for loads.
+requests never overlap; with one they do, as far as they wait for loads. With `step_blocks` computing takes its time,
+step by step, and as many requests compute at once as there are: a trace does not say how many engines it was for.
 
 How it is counted:
 - The hit ratio is hit blocks over requested blocks. The last block of a prompt counts like any other, full or not (in
@@ -15,6 +16,7 @@ How it is counted:
 Hits and misses are the brain's own, from the `Finished` of each request. Not here: reading traces, and what to run.
 """
 
+import heapq
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import HeadwaterError
 from headwater.core.keys import BlockKey
-from headwater.lab.replay.bill import STORE, ReplayOutcome, ReplaySetup, TierUse
+from headwater.lab.replay.bill import ReplayOutcome, ReplaySetup, TierUse
 from headwater.lab.replay.trace import ROOT, Tell, Trace, TraceRequest, TraceSurvey
 from headwater.lab.replay.virtual import CountingExecutor, CountingStore
 
@@ -38,7 +40,8 @@ class _Live:
     """A request on its way."""
 
     keys: tuple[BlockKey, ...]
-    filled: bool = False
+    filled: int | None = None  # blocks that are there; None: the request does not compute yet
+    until_s: float = 0.0  # when the step ends that is computed
 
 
 class Replay:
@@ -50,10 +53,12 @@ class Replay:
         block_bytes = config.block_bytes
         self.setup = setup
         self.brain = Brain(config)
-        self.stores: dict[str, CountingStore] = {}
-        if setup.store_blocks:
-            self.stores[STORE] = CountingStore(setup.store_blocks, policy=setup.policy, block_bytes=block_bytes)
-        self._executor = CountingExecutor(self.stores, block_bytes=block_bytes, gbs=setup.store_gbs)
+        self.stores = {
+            store.name: CountingStore(store.blocks, policy=setup.policy, block_bytes=block_bytes)
+            for store in setup.stores
+        }
+        gbs = {store.name: store.gbs for store in setup.stores}
+        self._executor = CountingExecutor(self.stores, block_bytes=block_bytes, gbs=gbs)
         self._outcome = ReplayOutcome(setup=setup)
         self._hits: Counter[str] = Counter()
         self._block_tokens = block_tokens
@@ -63,6 +68,8 @@ class Replay:
         self._ready: deque[str] = deque()  # requests that may be able to go on
         self._waits: dict[int, str] = {}  # jobs that a request waits for
         self._refused: list[str] = []  # requests that found no room, in order
+        self._steps: list[tuple[float, int, str]] = []  # ends of computing: when, in which order, whose
+        self._order = 0
 
     def feed(self, request: TraceRequest) -> None:
         """The next request comes, after all that ends until then."""
@@ -108,9 +115,12 @@ class Replay:
     def _advance(self, until_s: float) -> None:
         """Let happen what happens by then: jobs that end now, then requests that may go on, then time."""
         while True:
-            next_s = self._executor.next_s
+            next_s, step_s = self._executor.next_s, self._steps[0][0] if self._steps else None
             if self._ready and (next_s is None or next_s > self._now_s):
                 self._go_on(self._ready.popleft())
+            elif step_s is not None and step_s <= until_s and (next_s is None or step_s < next_s):
+                self._now_s = max(self._now_s, step_s)
+                self._ready.append(heapq.heappop(self._steps)[2])
             elif next_s is not None and next_s <= until_s:
                 self._now_s = max(self._now_s, next_s)
                 event = self._executor.due()
@@ -153,10 +163,9 @@ class Replay:
             if not self._say(ev.Wanted(now_s=self._now_s, request=name, num_blocks=len(live.keys)), name):
                 self._refused.append(name)
                 return
-        elif not live.filled:
-            live.filled = True
-            if rest := live.keys[record.hold.num_blocks :]:
-                self._say(ev.Filled(now_s=self._now_s, request=name, keys=rest), name)
+        elif live.filled is None or live.filled < len(live.keys):
+            if not self._compute(name, live, record.hold.num_blocks):
+                return
         else:
             del self._live[name]
             self._say(ev.Left(now_s=self._now_s, request=name), name)
@@ -164,6 +173,32 @@ class Replay:
             self._refused.clear()
             return
         self._ready.append(name)
+
+    def _compute(self, name: str, live: _Live, num_held: int) -> bool:
+        """Compute the next step, or all that is left. False: that takes time, and its end wakes the request."""
+        size = self.setup.step_blocks
+        if live.filled is None:
+            live.filled = num_held
+        elif size and self._now_s < live.until_s:
+            return False
+        else:
+            self._fill(name, live, size)
+        left = len(live.keys) - live.filled
+        if not size:
+            self._fill(name, live, left)
+            return True
+        if left:
+            live.until_s = self._now_s + self.setup.cost.row_s(live.filled, live.filled + min(size, left))
+            self._order += 1
+            heapq.heappush(self._steps, (live.until_s, self._order, name))
+        return not left
+
+    def _fill(self, name: str, live: _Live, num_blocks: int) -> None:
+        """Blocks were computed."""
+        assert live.filled is not None, "it does not compute"  # noqa: S101
+        if keys := live.keys[live.filled : live.filled + num_blocks]:
+            self._say(ev.Filled(now_s=self._now_s, request=name, keys=keys), name)
+            live.filled += len(keys)
 
     def _bill(self, finished: ev.Finished) -> None:
         for tier, tokens in finished.hit_tokens:

@@ -73,7 +73,7 @@ class Sweep:
                 "full_blocks_only": self.trace.full_blocks_only,
                 "block_bytes": setup.cache_config(self.trace.block_tokens).block_bytes,
                 "block_bytes_of": None if setup.block_bytes is not None else LAYOUT,
-                "store_gbs": setup.store_gbs,
+                "store_gbs": setup.stores[0].gbs if setup.stores else None,
                 "compute_base_s": setup.compute_base_s,
                 "compute_slope_s": setup.compute_slope_s,
             },

@@ -79,6 +79,8 @@ class TraceFile(Trace):
 
     def __init__(self, path: Path, *, block_tokens: int = 512, full_blocks_only: bool = False) -> None:
         super().__init__(str(path), block_tokens=block_tokens, full_blocks_only=full_blocks_only)
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe; of a directory open() tells
+            raise InvalidConfig(f"{path}: a trace is read several times, so it must be a file")
         self._path = path
 
     def records(self) -> Iterator[TraceRecord]:

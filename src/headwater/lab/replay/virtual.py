@@ -3,7 +3,8 @@
 `CountingStore` keeps to what `storage.base` asks of a store: it takes no block without the one before it, evicts leaves
 only, in the order of the production policy, and answers one status per block. `CountingExecutor` runs the brain's jobs
 on such stores. Without a speed each job ends at the moment it is given. With one, the loads of a store follow each
-other, and so do its saves, each by its bytes; a job that would end behind its deadline fails there, as late.
+other, and so do its saves (copies from another store among them), each by its bytes; a job that would end behind its
+deadline fails there, as late.
 
 Not here: bytes, verification (nothing is ever corrupt), and any decision but who leaves a full store.
 Invariants: each job ends exactly once. Events come in the order of their time, those of one moment in the order given.
@@ -117,11 +118,13 @@ class CountingStore:
 class CountingExecutor:
     """Runs the brain's jobs. Nothing happens by itself: `next_s` says when something is due, `due` does it."""
 
-    def __init__(self, stores: Mapping[str, CountingStore], *, block_bytes: int, gbs: float | None = None) -> None:
+    def __init__(
+        self, stores: Mapping[str, CountingStore], *, block_bytes: int, gbs: Mapping[str, float | None]
+    ) -> None:
         """`gbs`: how fast each store reads, and how fast it writes, in GB/s; None: at once."""
         self.num_saved = 0  # blocks that were copied from the device to be written
         self._stores = stores
-        self._block_s = 0.0 if gbs is None else block_bytes / (gbs * 1e9)
+        self._block_s = {name: 0.0 if fast is None else block_bytes / (fast * 1e9) for name, fast in gbs.items()}
         self._block_bytes = block_bytes
         self._jobs: dict[int, Job] = {}  # under way
         self._ends_s: dict[int, float] = {}  # when they end
@@ -165,7 +168,7 @@ class CountingExecutor:
             job=number,
             results=results,
             num_bytes=num_moved * self._block_bytes,
-            seconds=num_moved * self._block_s,
+            seconds=num_moved * self._seconds(job),
         )
 
     def _begin(self, job: Job, now_s: float) -> None:
@@ -173,7 +176,7 @@ class CountingExecutor:
         if not isinstance(job, Probe):
             lane = (job.target, False) if isinstance(job, StoreCopy) else (job.store, isinstance(job, Load))
             begin_s = self._ends_s.get(job.after, now_s) if isinstance(job, Save | Demote) else now_s
-            end_s = max(begin_s, self._free_s.get(lane, now_s)) + self._block_s * len(job.keys)
+            end_s = max(begin_s, self._free_s.get(lane, now_s)) + self._seconds(job) * len(job.keys)
             late = end_s > job.deadline_s
             end_s = max(now_s, job.deadline_s) if late else end_s
             self._free_s[lane] = max(end_s, self._free_s.get(lane, end_s))
@@ -181,6 +184,11 @@ class CountingExecutor:
         self._ends_s[job.job] = end_s
         self._order += 1
         heapq.heappush(self._queue, (end_s, self._order, job.job, late))
+
+    def _seconds(self, job: Job) -> float:
+        """What a block takes: of a copy from store to store, by the slower of the two."""
+        stores = (job.store, job.target) if isinstance(job, StoreCopy) else (job.store,)
+        return max(self._block_s[store] for store in stores)
 
     def _run(self, job: Job, now_s: float) -> tuple[tuple[Status, ...], int]:
         """Do a job at the moment it ends: its results, and how many blocks it moved."""

@@ -165,6 +165,7 @@ def _rig(
         block_tokens=model.block_tokens,
         block_bytes=model.layout.page_bytes,
         tiers=tuple(TierConfig(name=name, probe_timeout_s=_WAIT_S, load_timeout_s=_WAIT_S) for name in stores),
+        policy="lru",  # which blocks leave is known then, however fast this machine is
         compute_base_s=0.0,
     )
     with ExitStack() as stack:

@@ -56,7 +56,7 @@ class RankStaging:
         """How many pages there are."""
         return self._host.num_pages
 
-    def in_place(self) -> None:
+    def in_place(self, memory: memoryview | None = None) -> None:
         """None: everything goes through pages."""
         return
 

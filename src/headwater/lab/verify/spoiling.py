@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.copy_queue import Transfer
+from headwater.transfer.device.transfer import Transfer
 from headwater.transfer.device.wire import Digests
 from headwater.transfer.executor.staging import TorchStaging
 
@@ -19,30 +19,25 @@ class SpoilingStaging(TorchStaging):
 
     def __init__(self, device: DeviceCache, *args: object, **more: object) -> None:
         super().__init__(device, *args, **more)  # type: ignore[arg-type]
-        self._spoilt_rows = device.rows
+        write = self.engine.scatter
+
+        def scatter(
+            frames: Sequence[memoryview],
+            slots: Sequence[int],
+            *,
+            expected: Digests | None = None,
+            on_planes: Callable[[int], None] | None = None,
+            on_over: Callable[[], None] | None = None,
+        ) -> Transfer:
+            transfer = write(frames, slots, expected=expected)
+            transfer.wait()
+            self.spoil(device.rows, slots)
+            if on_over is not None:
+                on_over()
+            return transfer
+
+        self.engine.scatter = scatter  # type: ignore[method-assign]
 
     @abstractmethod
     def spoil(self, rows: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
         """Change bytes of these slots; `rows` are the device's planes."""
-
-    def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Write, then spoil."""
-        super().scatter(pages, slots)
-        self.spoil(self._spoilt_rows, slots)
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: Digests,
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> Transfer:
-        """Write, then spoil, before anybody hears of it."""
-        transfer = super().scatter_from(frames, slots, expected=expected)
-        transfer.wait()
-        self.spoil(self._spoilt_rows, slots)
-        if on_over is not None:
-            on_over()
-        return transfer

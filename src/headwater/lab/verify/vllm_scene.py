@@ -71,7 +71,13 @@ KINDS: Final = {
         {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
     ),
 }
-_ON_GPU: Final[dict[str, object]] = {"gpu_memory_utilization": 0.1, "max_num_batched_tokens": 2048}
+# The KV's bytes are said, and not what is left of the device: others may come and go on it meanwhile, and vLLM refuses
+# to start when it measures that.
+_ON_GPU: Final[dict[str, object]] = {
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "max_num_batched_tokens": 2048,
+}
 CUDA_KINDS: Final = {
     "gqa": ModelKind("gqa", "llama", 32, KINDS["gqa"].overrides, {**_ON_GPU, "attention_backend": "TRITON_ATTN"}),
     "gqa-bf16": ModelKind("gqa-bf16", "llama", 16, KINDS["gqa"].overrides, _ON_GPU, "bfloat16"),

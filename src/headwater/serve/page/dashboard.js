@@ -81,6 +81,7 @@ function welcome() {
 }
 
 $("forget").addEventListener("click", () => {
+  key = null; // or an event that comes before the page has gone would remember it again
   sessionStorage.removeItem(KEY);
   location.reload();
 });

@@ -65,7 +65,7 @@ class PageReading:
         self._lock = threading.Lock()  # around what threads share
 
     def run(self, readers: Readers, *, use: bool) -> None:
-        """Read. Blocks. With `use` that counts as one. Raises StoreError, when nobody reads any more."""
+        """Read. Blocks. With `use` that counts as one. Raises StoreError, when nobody reads any more; or ReadStuck."""
         at, names = self._at, [name for name, _ in self._pages]
         if not all(at.catalog.mirror.has_all(names)):
             at.refresh(self._deadline)
@@ -79,7 +79,9 @@ class PageReading:
         most = 1 if at.slab.mapped else min(readers.num_readers, 1 + num_bytes // SHARE_BYTES)
         self._unit_bytes = max(UNIT_BYTES, num_bytes if most == 1 else num_bytes // (most * _TURNS))
         units = list(self._units())
-        readers.run(lambda unit: self._read_unit(units[unit]), len(units), most=most, hurry=use)
+        readers.run(
+            lambda unit: self._read_unit(units[unit]), len(units), deadline=self._deadline, most=most, hurry=use
+        )
         if use:
             places = at.catalog.mirror.places
             hits = [name for name, status in zip(names, self._results, strict=True) if status is Status.HIT]

@@ -59,16 +59,15 @@ class GuardedRange:
         self.start = int(np.frombuffer(mapping, np.uint8).ctypes.data)
         self.end = self.start + len(mapping)
         _install()
-        _ranges[self.start] = self
+        _ranges[self] = None
         weakref.finalize(mapping, self.forget)
 
     def forget(self) -> None:
         """It is not mapped any more; another one may be, at the same address."""
-        if _ranges.get(self.start) is self:
-            del _ranges[self.start]
+        _ranges.pop(self, None)  # one call of C: other threads do the same
 
 
-_ranges: dict[int, GuardedRange] = {}
+_ranges: dict[GuardedRange, None] = {}  # the oldest first
 _lock = threading.Lock()
 _before: _Action | None = None  # who handled the signal before us; not None: we do
 
@@ -78,7 +77,7 @@ def _on_fault(number: int, info: int, context: int) -> None:
         _pass_on(number, info, context)
         return
     address = ctypes.c_uint64.from_address(info + _ADDRESS_AT).value
-    for one in list(_ranges.values()):
+    for one in reversed(list(_ranges)):  # an older one at the same address is about to be forgotten
         if one.start <= address < one.end:
             at = address // _PAGE * _PAGE
             one.lost = True

@@ -12,6 +12,7 @@ at once, the reason stands in `down`, and `revive` comes in again, which repairs
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Final, Self, TypeVar
 
 from headwater.config.stores import Durability, LocalStoreConfig
@@ -31,7 +32,7 @@ from headwater.storage.local.removal import Removal
 from headwater.storage.local.slab import Progress
 from headwater.storage.local.slab_file import Remains
 from headwater.storage.local.writing import PageWriting
-from headwater.storage.readers import Readers, default_readers
+from headwater.storage.readers import Readers, ReadStuck, default_readers
 
 _CLOSE_S: Final = 1.0  # that closing waits for who reads beside a call
 _CACHED_CHANGES: Final = 256  # of others, that are read at once: some hundred microseconds
@@ -103,7 +104,7 @@ class LocalStore(Store):
         return results
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
-        """Copy frames out, as they are: the caller verifies."""
+        """Copy frames out, as they are: the caller verifies. Raises ReadStuck where a read hangs (`readers.py`)."""
         return self._read(pages, deadline, use=True)
 
     def peek_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
@@ -304,6 +305,10 @@ class LocalStore(Store):
                 raise ResourceClosed("the store is closed")
             at.slab.require_whole()
             return work(at)
+        except ReadStuck as stuck:  # who hangs in a read is inside until it is back
+            users.add(still := object())
+            stuck.when_over(partial(self._leave, at, still))
+            raise
         except (StoreBusy, StoreForked):
             raise
         except StoreError as error:
@@ -314,6 +319,11 @@ class LocalStore(Store):
                 users.discard(user)  # one call of C: no interrupt comes before it
             finally:
                 at.close_if_over()
+
+    @staticmethod
+    def _leave(at: Attachment, user: object) -> None:
+        at.users.discard(user)
+        at.close_if_over()
 
     def _turn_off(self, at: Attachment, error: StoreError) -> None:
         with self._state:

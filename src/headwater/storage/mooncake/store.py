@@ -24,8 +24,10 @@ Calls cannot be interrupted (`interruptible`): the deadline is looked at before 
 ends when the engine ends it. `mooncake/engine.py` says how long that may be.
 """
 
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Final, Self
 
@@ -37,6 +39,8 @@ from headwater.storage.base import Deadline, Store
 from headwater.storage.mooncake.config import MooncakeConfig, parse_url
 from headwater.storage.mooncake.engine import ABSENT, INVALID, RPC_FAIL, UNSIZED, MooncakeEngine
 from headwater.storage.mooncake.memory import MooncakeMemory, room
+
+log: Final = logging.getLogger("headwater")
 
 _BATCH_PAGES: Final = 512  # of one call of the engine, and
 _BATCH_BYTES: Final = 64 << 20  # at most so many bytes: no gain beyond, and the deadline is looked at in between
@@ -146,6 +150,7 @@ class MooncakeStore(Store):
                 results[i] = _GOT.get(code, Status.FAILED) if code < 0 else _whole(code, len(pages[i][1]))
                 if code == INVALID:
                     results[i] = self._why_invalid(pages[i], deadline)
+            _tell_trouble("read", [code for i, code in zip(batch, codes, strict=True) if results[i] is Status.FAILED])
             if all(code == RPC_FAIL for code in codes):
                 return [*results[: batch[0]], *[Status.FAILED] * (len(pages) - batch[0])]
         return results
@@ -221,6 +226,7 @@ class MooncakeStore(Store):
             for i, _, _ in pages:
                 results[i] = Status.LATE
             return Status.LATE
+        _tell_trouble("write", [code for code in codes if code < 0 and code not in _PUT])
         done = [at for at, code in enumerate(codes) if code == 0]
         seen = dict(zip(done, self._wait_to_see([frames[at] for at in done], deadline), strict=True))
         orphans: list[str] = []
@@ -311,6 +317,13 @@ class MooncakeStore(Store):
             raise StoreForked("this store was opened before fork(): open it again in the child")
         if self._closed:
             raise ResourceClosed("the store is closed")
+
+
+def _tell_trouble(what: str, codes: Sequence[int]) -> None:
+    """A page that FAILED does not say why: the engine's own codes do."""
+    if codes:
+        said = ", ".join(f"{code} for {num} pages" for code, num in sorted(Counter(codes).items()))
+        log.warning("the Mooncake engine answered a %s with %s", what, said)
 
 
 def _whole(num_bytes: int, wanted: int) -> Status:

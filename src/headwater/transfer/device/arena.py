@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headwater.core.closing import Closing
-from headwater.core.errors import HostTierUnavailable, InvalidInput, ResourceClosed
+from headwater.core.errors import HostTierUnavailable, InvalidCopy, InvalidInput, ResourceClosed
 from headwater.layout.spec import DType, KVLayout
 from headwater.storage.local.directory import available_memory
 from headwater.transfer.device.cuda import Pin, pin
@@ -40,7 +40,7 @@ class Owned(Closing):
     """Memory that frees itself once: by close(), at the end of a `with` block, or when the last reference goes."""
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self) -> object:
         """Give the memory up; idempotent."""
 
 
@@ -143,6 +143,11 @@ class HostCache(Owned):
         self._pages = None
         self._memory = memoryview(b"")
 
+    def keep(self) -> None:
+        """Leave it registered for good: a copy that does not return may still use it. `close` only forgets it then."""
+        if self._held is not None:
+            self._held.keep()
+
     def _pin(self) -> str | None:
         """Register the mapping in its exact size (torch's own pinning rounds up to powers of two); say what failed."""
         found = pin(self._memory, self.pages.data_ptr())
@@ -159,6 +164,18 @@ def create_kv_cache(layout: KVLayout, num_blocks: int, device: str | torch.devic
     if where.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput(f"there is no CUDA device here for {device}")
     return DeviceCache(layout, num_blocks, where)
+
+
+def find_planes(cache: DeviceCache, layout: KVLayout) -> list[torch.Tensor]:
+    """The cache's rows for each plane of a layout, in its flat order; InvalidCopy where a plane is not the same."""
+    rows = cache.rows
+    found = []
+    for plane in layout.planes:
+        index = cache.layout.index(plane.role.name, plane.layer)
+        if cache.layout.planes[index] != plane:
+            raise InvalidCopy(f"the cache's plane is {cache.layout.planes[index]}, the page's {plane}")
+        found.append(rows[index])
+    return found
 
 
 def create_host_cache(page: int | KVLayout, num_pages: int) -> HostCache:

@@ -30,9 +30,10 @@ from headwater.core.errors import InvalidCopy
 from headwater.layout.frame import frame_bytes
 from headwater.layout.spec import KVLayout
 from headwater.transfer.device.arena import DeviceCache, Owned
-from headwater.transfer.device.copy_queue import CopyQueue, Cut, Transfer, tell
+from headwater.transfer.device.copy_queue import CLOSE_S, CopyQueue
 from headwater.transfer.device.cuda_wire import RunWire, StagedWire, one_run
 from headwater.transfer.device.torch_wire import TorchWire
+from headwater.transfer.device.transfer import Cut, Transfer
 from headwater.transfer.device.wire import MAX_ROWS, Digests, Direction, Wire, frame_address
 
 GROUP_BYTES: Final = 512 << 10  # of a block, at least, in one group of layers: smaller pieces slow the wire down
@@ -96,8 +97,9 @@ class CopyEngine(Owned):
         The frames' memory must be registered where the device is a GPU, and stay untouched until it is over. `on_over`
         is called once it is, by whatever thread, whether somebody waits for it or not.
         """
-        groups = self._groups(len(slots), whole=True)
-        return self._submit(Direction.OUT, slots, frames, groups, on_over=on_over)
+        transfer = self._transfer(Direction.OUT, slots, frames, self._groups(len(slots), whole=True), on_over=on_over)
+        self._queues[Direction.OUT].submit(transfer, alone=not self.is_loading)
+        return transfer
 
     def scatter(
         self,
@@ -119,9 +121,11 @@ class CopyEngine(Owned):
         if expected is not None and expected.shape != (len(slots), len(self.layout.planes)):
             raise InvalidCopy(f"{expected.shape} digests for {len(slots)} blocks of {len(self.layout.planes)} planes")
         groups = self._groups(len(slots), whole=not self.layerwise)
-        return self._submit(
+        transfer = self._transfer(
             Direction.IN, slots, frames, groups, expected=expected, on_planes=on_planes, on_over=on_over
         )
+        self._queues[Direction.IN].submit(transfer, alone=not self._queues[Direction.OUT].is_busy)
+        return transfer
 
     def calibrate(self, frames: Sequence[memoryview]) -> list[PathChoice]:
         """Find out, for a few blocks, whether a kernel over the bus is faster than staging, and do so from then on.
@@ -163,12 +167,16 @@ class CopyEngine(Owned):
         transfer.wait()
         return time.perf_counter() - begin_s
 
-    def close(self) -> None:
-        """End every transfer and give the memory back. Idempotent. Blocks until what has begun is over."""
-        for queue in self._queues.values():
-            queue.close()
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """End every transfer and give the memory back. Idempotent. Blocks until what has begun is over.
 
-    def _submit(
+        That takes `timeout_s` at most. False: a copy does not return, so all that it may touch must stay.
+        """
+        until_s = time.monotonic() + timeout_s
+        ended = [queue.close(max(0.0, until_s - time.monotonic())) for queue in self._queues.values()]
+        return all(ended)
+
+    def _transfer(
         self,
         direction: Direction,
         slots: Sequence[int],
@@ -179,6 +187,7 @@ class CopyEngine(Owned):
         on_planes: Callable[[int], None] | None = None,
         on_over: Callable[[], None] | None = None,
     ) -> Transfer:
+        """What is asked for, checked and cut into pieces. Raises InvalidCopy."""
         ids = np.asarray(slots, np.int64)
         if ids.shape != (len(frames),):
             raise InvalidCopy(f"{ids.shape} slots do not fit {len(frames)} frames")
@@ -191,7 +200,7 @@ class CopyEngine(Owned):
         if direction is Direction.IN and len(np.unique(ids)) < len(ids):
             raise InvalidCopy("a slot is a destination more than once")
         by_address = self._queues[direction].wire.by_address
-        transfer = Transfer(
+        return Transfer(
             ids,
             frames,
             *self._cut(direction, len(ids), groups),
@@ -201,11 +210,6 @@ class CopyEngine(Owned):
             on_planes=on_planes,
             on_over=on_over,
         )
-        if transfer.over and on_over is not None:
-            tell(on_over)
-        others = [queue for other, queue in self._queues.items() if other is not direction]
-        self._queues[direction].submit(transfer, alone=not any(queue.is_busy for queue in others))
-        return transfer
 
     def _groups(self, num_blocks: int, *, whole: bool) -> list[tuple[range, int]]:
         """Ranges of planes and their bytes: whole layers where that is possible, and at most a place each."""

@@ -21,8 +21,7 @@ import torch
 from headwater.core.errors import InvalidInput
 from headwater.layout.frame import header_bytes
 from headwater.layout.spec import KVLayout
-from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.copy import find_planes
+from headwater.transfer.device.arena import DeviceCache, find_planes
 from headwater.transfer.device.cuda import TO_DEVICE, TO_HOST, copy_calls
 from headwater.transfer.device.wire import MAX_ROWS, Digests, DirectCopies, Direction, WirePiece
 
@@ -145,7 +144,10 @@ class CudaWire(ABC):
         )
 
     def _copy(self, hosts: list[int], devices: list[int], width: int, stream: int) -> None:
-        """Copies between frames and rows on the device, anywhere; neighbours at one distance in one go."""
+        """Copies between frames and rows on the device, anywhere."""
+        if self._calls.batches and len(hosts) > 1:
+            self._calls.copy_batch(*((hosts, devices) if self._out else (devices, hosts)), width, stream)
+            return
         kind = TO_HOST if self._out else TO_DEVICE
         for at, end in _even_runs(hosts, devices):
             host, device = hosts[at], devices[at]

@@ -10,6 +10,7 @@ Invariants: a piece is copied once, by one thread; nothing is written for it aft
 
 import os
 import threading
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -73,8 +74,10 @@ class TorchWire:
             self._pieces[place] = piece
             self._waiting[place] = shared
             if shared and self._helper is None and not self._closed:
-                self._helper = threading.Thread(target=self._help, name="headwater copies too", daemon=True)
-                self._helper.start()
+                helper = threading.Thread(target=self._help, name="headwater copies too", daemon=True)
+                with suppress(RuntimeError):  # the machine has no more: who finishes a piece copies it
+                    helper.start()
+                    self._helper = helper
             self._changed.notify_all()
 
     def finish(self, place: int, *, hurry: bool = False) -> Digests | None:

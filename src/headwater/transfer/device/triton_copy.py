@@ -8,9 +8,9 @@ then the next ones. Planes of one launch may differ in length. How wide the acce
 from what the planes, the rows and their lengths are all multiples of. A task copies whole stripes of 64 bytes first,
 then looks at its last 64 bytes, and writes those that the stripes have left.
 
-Only launches, on the current stream: nothing waits, nothing is allocated. So, unlike in `copy.py`, the oracle, ids are
-on the device and *not* checked: they exist, and no destination is there twice. Where a source changes while it is
-copied, the digest may fit no bytes. A kernel is compiled when it is first launched, which takes seconds.
+Only launches: nothing waits, nothing is allocated. So, unlike in `testing/copy.py`, the oracle, ids are on the device
+and *not* checked: they exist, and no destination is there twice. Where a source changes while it is copied, the digest
+may fit no bytes.
 
 Not here: the kernels (`copy_kernels.py`), staging, streams, the way to the host, and what a digest is compared with.
 """
@@ -22,8 +22,7 @@ import torch
 
 from headwater.core.errors import InvalidConfig, InvalidCopy
 from headwater.layout.spec import KVLayout
-from headwater.transfer.device.arena import DeviceCache
-from headwater.transfer.device.copy import check_rows, find_planes
+from headwater.transfer.device.arena import DeviceCache, find_planes
 from headwater.transfer.device.copy_kernels import copy_planes
 from headwater.transfer.device.xxh3 import WORDS, interpreted
 
@@ -37,8 +36,7 @@ _BLOCKS: Final = 4  # KiB that each warp has in flight
 class PlaneTable:
     """Where a cache's planes are: base address, bytes of a block, offset in the page, way to the next; on the device.
 
-    `layout` picks the planes, as in `copy.py`; all of the cache's by default. Holds the planes' memory as long as it
-    lives, but a copy after the cache was closed is ResourceClosed.
+    `layout` picks the planes; all of the cache's by default. Holds the planes' memory as long as it lives.
     """
 
     def __init__(self, cache: DeviceCache, layout: KVLayout | None = None) -> None:
@@ -78,94 +76,6 @@ class PlaneTable:
         """What every piece begins and ends at a multiple of, here and there."""
         common = math.gcd(16, rows, row_stride, *self._alignments[planes.start : planes.stop])
         return common if common != 2 else 1
-
-
-def gather(
-    table: PlaneTable,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    planes: range,
-    digests: torch.Tensor | None = None,
-    programs: int | None = None,
-) -> None:
-    """Copy planes of blocks into rows: block `slots[i]` into `rows[i]`, tightly packed, the first plane at column 0.
-
-    `slots` are int64, [n], `rows` uint8, [n, width], both on the device. Bytes of a row behind the planes are not
-    touched. `digests`, int64 [n, len(planes)], receives the XXH3-64 of each piece. At most `programs` programs run, as
-    many as there is work for by default. Mutates `rows` and `digests`, in stream order. Raises InvalidCopy for what
-    does not fit, before anything is launched.
-    """
-    _launch(table, slots, rows, planes, digests, programs, scatters=False)
-
-
-def scatter(
-    table: PlaneTable,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    planes: range,
-    digests: torch.Tensor | None = None,
-    programs: int | None = None,
-) -> None:
-    """Copy rows into planes of blocks: `gather` the other way. Mutates the cache's planes and `digests`."""
-    _launch(table, slots, rows, planes, digests, programs, scatters=True)
-
-
-def digest(
-    table: PlaneTable,
-    slots: torch.Tensor,
-    digests: torch.Tensor,
-    *,
-    planes: range,
-    programs: int | None = None,
-) -> None:
-    """Digest planes of blocks where they are. Mutates `digests` and nothing else; otherwise as `gather`."""
-    rows = torch.empty(0, dtype=torch.uint8, device=slots.device).expand(len(slots), 0)
-    _launch(table, slots, rows, planes, digests, programs, scatters=False, copies=False)
-
-
-def _launch(
-    table: PlaneTable,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    planes: range,
-    digests: torch.Tensor | None,
-    programs: int | None,
-    *,
-    scatters: bool,
-    copies: bool = True,
-) -> None:
-    start, num_bytes = table.span(planes)
-    _check(table, slots, rows, planes, digests, num_bytes if copies else 0)
-    if programs is not None and programs < 1:
-        raise InvalidCopy(f"a copy needs at least one program, not {programs}")
-    num_tasks = len(slots) * len(planes)
-    if num_tasks == 0:
-        return
-    groups = -(-num_tasks // _WARPS)
-    alignment = table._alignment(planes, rows.data_ptr(), rows.stride(0) if len(rows) > 1 else 0)
-    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        copy_planes[(min(groups, programs or groups),)](
-            table._entries,
-            table._words,
-            slots,
-            rows,
-            slots if digests is None else digests,
-            planes.start,
-            start,
-            len(slots),
-            num_tasks,
-            rows.stride(0),
-            0 if digests is None else digests.stride(0),
-            SCATTERS=scatters,
-            COPIES=copies,
-            DIGESTS=digests is not None,
-            ALIGNMENT=alignment,
-            WARPS=_WARPS,
-            BLOCKS=_BLOCKS if alignment == 16 else 1,
-            num_warps=_WARPS,
-        )
 
 
 class Launcher:
@@ -239,28 +149,3 @@ class Launcher:
             )
         self._compiled[alignment, warps] = compiled
         return compiled
-
-
-def _check(
-    table: PlaneTable,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    planes: range,
-    digests: torch.Tensor | None,
-    num_bytes: int,
-) -> None:
-    _ = table._cache.rows  # ResourceClosed
-    check_rows(rows, 0, num_bytes)
-    if rows.stride(1) != 1:
-        raise InvalidCopy(f"rows must be contiguous bytes, not strides of {rows.stride()}")
-    if slots.dtype != torch.int64 or slots.shape != (len(rows),) or not slots.is_contiguous():
-        raise InvalidCopy(f"{len(rows)} rows need as many int64 slots, not {slots.dtype} of shape {tuple(slots.shape)}")
-    tensors = [slots, rows]
-    if digests is not None:
-        shape = (len(rows), len(planes))
-        if digests.dtype != torch.int64 or digests.shape != shape or digests.stride(1) != 1:
-            raise InvalidCopy(f"digests must be int64 of shape {shape}, not {digests.dtype} of {tuple(digests.shape)}")
-        tensors.append(digests)
-    for tensor in tensors:
-        if tensor.device != table.device:
-            raise InvalidCopy(f"a tensor on {tensor.device} cannot go with planes on {table.device}")

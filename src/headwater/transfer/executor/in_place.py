@@ -12,9 +12,8 @@ here: threads, deadlines that pass while a call hangs.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -25,24 +24,23 @@ from headwater.core.events import Load, Save
 from headwater.core.page import PageName
 from headwater.core.results import GET_ANSWERS, PUT_ANSWERS, PUT_HELD, Status
 from headwater.layout.headers import write_headers
-from headwater.storage.base import Addressable, Clock, Reservation
+from headwater.storage.base import Addressable, Reservation
 from headwater.storage.verified import Loan
-from headwater.transfer.executor.ledger import JobState, Ledger
-from headwater.transfer.executor.save_throttle import SaveThrottle
-from headwater.transfer.executor.staging import InPlace, Staging
-from headwater.transfer.executor.tier import Naming, TierStore
-from headwater.transfer.executor.trouble import StoreTrouble, call, fill, is_trouble, require
+from headwater.transfer.executor.ledger import JobState
+from headwater.transfer.executor.tools import JobTools
+from headwater.transfer.executor.trouble import StoreTrouble, calling, fill, is_trouble, require
 
 if TYPE_CHECKING:
-    from headwater.transfer.device.copy_queue import Transfer
+    from headwater.transfer.device.copy_engine import CopyEngine
+    from headwater.transfer.device.transfer import Transfer
 
 log: Final = logging.getLogger("headwater")
 
 _HELD_OR_LATE: Final = PUT_HELD | {Status.LATE}
-_HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire
+_HEAD_PAGES: Final = 64  # of a long load go first, where nothing else is on the wire,
+_FIRST_PAGES: Final = 16  # and where nobody computes layer by layer
 _ROW_PAGES: Final = 128  # are borrowed in one call: to look them up takes less than to copy those before them
 _BREATH_S: Final = 1e-6  # who drives the copies needs the interpreter now and then; less than a sleep does not do
-_LOOK_S: Final = 0.02  # between looks whether a job is still wanted, while its bytes are on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +64,31 @@ class _Row:
 class InPlaceJobs:
     """Does loads and saves in the calling thread. Holds no state of a job."""
 
-    def __init__(
-        self,
-        tiers: Mapping[str, TierStore],
-        staging: Staging,
-        ledger: Ledger,
-        *,
-        naming: Naming,
-        slice_pages: int,
-        clock: Clock,
-        throttle: SaveThrottle,
-        moved: Callable[[str, str, int], int],
-    ) -> None:
-        """`moved` counts pages that went to or came from a tier, and says how many bytes that is."""
-        self._tiers = tiers
-        self._staging = staging.in_place()
-        self._ledger = ledger
-        self._naming = naming
-        self._slice_pages = slice_pages
-        self._clock = clock
-        self._throttle = throttle
-        self._moved = moved
+    def __init__(self, tools: JobTools, engine: "CopyEngine") -> None:
+        self._tiers, self._staging, self._ledger = tools.tiers, tools.staging, tools.ledger
+        self._naming, self._clock, self._throttle = tools.naming, tools.clock, tools.throttle
+        self._slice_pages = tools.in_place_pages
+        self._moved = tools.moved
+        self._engine = engine
 
     def reaches(self, name: str) -> bool:
         """Whether a store's pages can be copied in place. Registers its memory the first time."""
         store = self._tiers[name].store.addressable()
-        if self._staging is None or store is None:
+        if store is None:
             return False
-        memory = call(name, store.memory)
-        return memory is not None and self._staging.reaches(memory)
+        with calling(name):
+            memory = store.memory()
+        return memory is not None and self._staging.in_place(memory) is not None
 
     # --- out of a store -----------------------------------------------------------------------------------------------
 
-    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[Status]:
+    def load(self, job: JobState, order: Load) -> list[Status]:
         """All blocks, in rows: while one is on its way the next is looked up.
 
         Loses it its store at a later row, what came before that counts, and the rest is "failed". Blocks. Raises
         JobTrouble, or what staging raises.
         """
+        names, reader = self._naming.names(order.keys), self._tiers[order.store].reader
         results: list[Status] = [Status.LATE] * len(names)
         begun: list[_Row] = []
         trouble: StoreTrouble | None = None
@@ -114,16 +99,16 @@ class InPlaceJobs:
         except StoreTrouble as error:
             trouble = error
         finally:
-            for row in begun:
-                self._see_through(job, row.transfer)
+            self._await_rows(job, begun)
         num_done = 0  # blocks in a row that the store was at hand for
         try:
             for row in begun:
                 if not row.transfer.complete:
                     break
                 num_good = row.transfer.num_good
-                settle = partial(self._tiers[order.store].reader.settle, row.loans, num_good, deadline=job.deadline)
-                results[row.start : row.start + len(row.loans)] = call(order.store, settle)
+                with calling(order.store):
+                    settled = reader.settle(row.loans, num_good, deadline=job.deadline)
+                results[row.start : row.start + len(row.loans)] = settled
                 job.num_bytes += self._moved(order.store, "out", num_good)
                 if num_good < len(row.loans):
                     break
@@ -136,17 +121,37 @@ class InPlaceJobs:
             return fill(results, num_done, Status.FAILED)
         return fill_behind(results, Status.HIT, Status.MISS)
 
+    @staticmethod
+    def _await_rows(job: JobState, begun: Sequence[_Row]) -> None:
+        """Wait for every row, also behind one that failed: its copy must not land when the job is over (rule 2).
+
+        Raises what the device raised first.
+        """
+        failed: list[Exception] = []
+        for row in begun:
+            try:
+                row.transfer.see_through(lambda: not failed and job.is_wanted())
+            except Exception as error:  # noqa: BLE001  raised below
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
     def _cut(self, num_pages: int) -> list[int]:
         """Where the rows of a load begin, and the end of the last.
 
         Where an engine computes behind its bytes, layer by layer, a load's layers come for all blocks at a time: so
         everything behind the first blocks is one row. Elsewhere rows are short, or the wire would stand still while a
-        long one is looked up.
+        long one is looked up; the first ones are shorter, each twice the one before it: to look a page up takes about
+        half of what it takes to copy it.
         """
-        staging = self._need_staging()
-        head = _HEAD_PAGES if num_pages >= 2 * _HEAD_PAGES and not staging.is_loading else 0
-        rest = [head] if staging.layerwise else range(head, num_pages, _ROW_PAGES)
-        return [*([0] if head else []), *rest, num_pages]
+        is_first = not self._engine.is_loading
+        if self._engine.layerwise:
+            return [0, *([_HEAD_PAGES] if is_first and num_pages >= 2 * _HEAD_PAGES else []), num_pages]
+        starts, size = [0], _FIRST_PAGES if is_first else _ROW_PAGES
+        while starts[-1] + size < num_pages:
+            starts.append(starts[-1] + size)
+            size = min(2 * size, _ROW_PAGES)
+        return [*starts, num_pages]
 
     def _begin_row(
         self,
@@ -162,7 +167,8 @@ class InPlaceJobs:
         lent: list[Loan | Status] = []
         for at in range(0, len(names), _ROW_PAGES):
             asked = names[at : at + _ROW_PAGES]
-            lent += call(order.store, partial(reader.lend, asked, deadline=job.deadline))
+            with calling(order.store):
+                lent += reader.lend(asked, deadline=job.deadline)
             require(order.store, lent, at + len(asked), GET_ANSWERS, Loan)
             if isinstance(lent[-1], Status):
                 lent += [Status.MISS] * (len(names) - len(lent))
@@ -182,7 +188,7 @@ class InPlaceJobs:
                 self._ledger.planes_ready(job, num_planes)
 
         try:
-            transfer = self._need_staging().scatter_from(
+            transfer = self._engine.scatter(
                 [loan.borrow.view for loan in loans],
                 order.slots[start : start + len(loans)],
                 expected=np.stack([loan.digests for loan in loans]),
@@ -198,8 +204,11 @@ class InPlaceJobs:
 
     # --- into a store -------------------------------------------------------------------------------------------------
 
-    def save(self, job: JobState, order: Save, results: list[Status], todo: Sequence[int]) -> list[Status]:
-        """The blocks `todo` of a row; the store has the others. Blocks. Raises JobTrouble, or what staging raises."""
+    def save(self, job: JobState, order: Save) -> list[Status]:
+        """Those blocks of a row that the store has not. Blocks. Raises JobTrouble, or what staging raises."""
+        if not order.awaited:
+            self._throttle.wait()
+        results, todo = self._tiers[order.store].missing(self._naming.names(order.keys), job.deadline)
         store = self._addressable(order.store)
         reserved: list[Reservation] = []
         begun: list[_Slice] = []
@@ -210,12 +219,13 @@ class InPlaceJobs:
                     self._throttle.wait()
                 goes_on = self._begin_slice(job, order, todo[at : at + self._slice_pages], results, reserved, begun)
                 if len(begun) > 1:
-                    is_sound = self._publish(job, order, begun.pop(0), results)
+                    is_sound = self._publish(job, order, begun[0], results)
+                    begun.pop(0)  # not before: while a copy may write to its slots, they must not go back
                 if not (goes_on and is_sound):
                     break
             if goes_on and is_sound:
                 if begun:
-                    self._see_through(job, begun[-1].transfer)
+                    begun[-1].transfer.see_through(job.is_wanted, hurry=False)
                 self._ledger.copied(job)  # the device may have its slots again
                 self._ledger.flush()
             while is_sound and begun:
@@ -258,7 +268,8 @@ class InPlaceJobs:
         if not self._ledger.goes_on(job):
             return False
         wanted = [(meta, size) for meta in self._naming.metas(order, places)]
-        taken = call(order.store, lambda: list(store.reserve(wanted, deadline=job.deadline)))
+        with calling(order.store):
+            taken = list(store.reserve(wanted, deadline=job.deadline))
         reserved += [one for one in taken if isinstance(one, Reservation)]
         time.sleep(_BREATH_S)
         require(order.store, taken, len(places), PUT_ANSWERS, Reservation)
@@ -277,7 +288,7 @@ class InPlaceJobs:
         if not self._ledger.begin_copy(job):
             return False
         try:
-            transfer = self._need_staging().gather_into(
+            transfer = self._engine.gather(
                 [order.slots[i] for i in slots],
                 [slot.view for slot in slots.values()],
                 on_over=lambda: self._ledger.end_copy(job),
@@ -291,7 +302,7 @@ class InPlaceJobs:
     def _publish(self, job: JobState, order: Save, slice_: _Slice, results: list[Status]) -> bool:
         """Wait for a slice's bytes, seal them, make them visible. False: the row ends here."""
         transfer = slice_.transfer
-        self._see_through(job, transfer)
+        transfer.see_through(job.is_wanted, hurry=False)
         if not transfer.complete or not self._ledger.goes_on(job):
             return False
         store, sizes, now_ms = self._addressable(order.store), self._naming.layout.plane_bytes, self._now_ms()
@@ -300,7 +311,8 @@ class InPlaceJobs:
         views, metas = [slot.view for slot in slice_.slots], [slot.meta for slot in slice_.slots]
         write_headers(views, metas, sizes, transfer.digests, now_ms=now_ms)
         time.sleep(_BREATH_S)
-        statuses = call(order.store, lambda: list(store.publish(slice_.slots, deadline=job.deadline)))
+        with calling(order.store):
+            statuses = list(store.publish(slice_.slots, deadline=job.deadline))
         require(order.store, statuses, len(slice_.slots), PUT_ANSWERS)
         for i, status in zip(slice_.places, statuses, strict=True):
             results[i] = status
@@ -310,24 +322,11 @@ class InPlaceJobs:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _see_through(self, job: JobState, transfer: "Transfer") -> None:
-        """Wait for a transfer; one that nobody wants any more is cancelled, and waited for. Raises its error."""
-        while not transfer.wait(_LOOK_S, hurry=isinstance(job.order, Load)):
-            if job.failing is not None or job.deadline.expired:
-                transfer.cancel()
-        if transfer.error is not None:
-            raise transfer.error
-
     def _addressable(self, name: str) -> Addressable:
         store = self._tiers[name].store.addressable()
         if store is None:
             raise StoreTrouble(f"the pages of {name} have no address")
         return store
-
-    def _need_staging(self) -> InPlace:
-        if self._staging is None:
-            raise StoreTrouble("staging reaches no store's memory")
-        return self._staging
 
     def _now_ms(self) -> int:
         return int(self._clock.time() * 1000)

@@ -15,27 +15,24 @@ Not here: loads (`loads.py`), threads, queues, deadlines that pass while a call 
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from headwater.core.errors import InvalidInput
-from headwater.core.events import Demote, Job, Load, Probe, Save, StoreCopy
-from headwater.core.page import PageName
+from headwater.core.events import Cancel, Demote, Instruction, Job, Load, Probe, Save, StoreCopy
 from headwater.core.results import PUT_ANSWERS, Reason, Status
 from headwater.layout.frame import PageMeta
-from headwater.metrics import Metrics
-from headwater.storage.base import Clock
 from headwater.storage.sealed import put_sealed, seal_pages
 from headwater.transfer.executor.in_place import InPlaceJobs
-from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.ledger import JobState
 from headwater.transfer.executor.loads import PagedLoads
-from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.pieces import JobPages, RowPiece
-from headwater.transfer.executor.save_throttle import SaveThrottle
-from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.tier import Item, Naming, TierStore
-from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, call, fill, require
+from headwater.transfer.executor.store_queue import PRIORITY
+from headwater.transfer.executor.tier import Item
+from headwater.transfer.executor.tools import JobTools
+from headwater.transfer.executor.trouble import JobTrouble, StoreTrouble, calling, fill, require
 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
@@ -44,6 +41,24 @@ log: Final = logging.getLogger("headwater")
 
 DEMOTE_BYTES: Final = 32 << 20  # that one demotion has in its hands, or is writing, at most
 STAND_BACK_S: Final = 0.05  # that a slice of it waits for loads from the store that it writes to
+
+
+def checked(instructions: Iterable[Instruction], stores: Collection[str]) -> list[Instruction]:
+    """What an executor is asked, in a list. Raises InvalidInput for what can never be done."""
+    asked = list(instructions)
+    for one in asked:
+        if isinstance(one, Job) and type(one) in PRIORITY:
+            check_job(one, stores)
+        elif not isinstance(one, Cancel):
+            raise InvalidInput(f"not the executor's work: {one!r}")
+    return asked
+
+
+def require_new(asked: Iterable[Instruction], live: Mapping[int, object]) -> None:
+    """Raise InvalidInput unless each job has a number that no other has, nor one that is under way."""
+    numbers = [one.job for one in asked if isinstance(one, Job)]
+    if len(set(numbers)) < len(numbers) or not live.keys().isdisjoint(numbers):
+        raise InvalidInput(f"each job needs a number of its own: {numbers}")
 
 
 def check_job(order: Job, stores: Collection[str]) -> None:
@@ -64,63 +79,38 @@ def check_job(order: Job, stores: Collection[str]) -> None:
 class JobRunner:
     """Does jobs, each in the calling thread. Holds no state of a job."""
 
-    def __init__(
-        self,
-        tiers: Mapping[str, TierStore],
-        staging: Staging,
-        pool: PagePool,
-        ledger: Ledger,
-        *,
-        naming: Naming,
-        slice_pages: int,
-        in_place_pages: int,
-        overlaps: bool,
-        grace_s: float,
-        clock: Clock,
-        throttle: SaveThrottle,
-        metrics: Metrics,
-    ) -> None:
-        self._tiers = tiers
-        self._staging = staging
-        self._pages = JobPages(pool, ledger, slice_pages)
-        self._ledger = ledger
-        self._naming = naming
-        self._frame_bytes = naming.frame_bytes
-        self._demote_pages = max(1, DEMOTE_BYTES // naming.frame_bytes)
-        self._overlaps = overlaps
-        self._grace_s = grace_s
-        self._clock = clock
-        self._throttle = throttle
-        self._metrics = metrics
-        self._paged = PagedLoads(
-            tiers, staging, self._pages, ledger, naming=naming, overlaps=overlaps, moved=self._moved
-        )
-        self._in_place = InPlaceJobs(
-            tiers,
-            staging,
-            ledger,
-            naming=naming,
-            slice_pages=in_place_pages,
-            clock=clock,
-            throttle=throttle,
-            moved=self._moved,
-        )
+    def __init__(self, tools: JobTools) -> None:
+        self._tiers, self._staging, self._ledger = tools.tiers, tools.staging, tools.ledger
+        self._naming, self._clock, self._throttle = tools.naming, tools.clock, tools.throttle
+        self._pages = JobPages(tools.pool, tools.ledger, tools.slice_pages)
+        self._demote_pages = max(1, DEMOTE_BYTES // tools.naming.frame_bytes)
+        self._overlaps = tools.overlaps
+        self._grace_s = tools.grace_s
+        self._moved = tools.moved
+        self._paged = PagedLoads(tools, self._pages)
+        engine = tools.staging.in_place()
+        self._in_place = None if engine is None else InPlaceJobs(tools, engine)
 
-    def run(self, job: JobState) -> list[Status]:
-        """Do a job: one result per block, in order. Blocks. Raises JobTrouble, or what staging raises.
+    def way(self, order: Job) -> Callable[[JobState], list[Status]]:
+        """How a job is done: a call that blocks and gives one result per block, in order. Raises JobTrouble.
 
-        The results of a job that ended meanwhile mean nothing.
+        That call raises JobTrouble, or what staging raises. The results of a job that ended meanwhile mean nothing.
         """
-        order = job.order
         if isinstance(order, Probe):
-            return self._probe(job, order)
+            return partial(self._probe, order=order)
         if isinstance(order, Load):
-            return self._load(job, order)
+            return partial((self._in_place_for(order) or self._paged).load, order=order)
         if isinstance(order, Save):
-            return self._save(job, order)
+            in_place = self._in_place_for(order)
+            return partial(self._save if in_place is None else in_place.save, order=order)
         if isinstance(order, StoreCopy):
-            return self._copy(job, order)
-        raise JobTrouble(Reason.FAILED, f"the executor does not know how to {job.kind}")
+            return partial(self._copy, order=order)
+        raise JobTrouble(Reason.FAILED, f"the executor does not know how to {type(order).__name__.lower()}")
+
+    def _in_place_for(self, order: Load | Save) -> InPlaceJobs | None:
+        """Who needs no pages for it; None: it goes through pages, as a tail does."""
+        ours = self._in_place
+        return ours if ours is not None and not order.valid_tokens and ours.reaches(order.store) else None
 
     def contains_cached(self, order: Probe) -> tuple[Status, ...] | None:
         """A Probe's answer from memory; None: there is none, or the store raised. Does not block."""
@@ -139,22 +129,12 @@ class JobRunner:
             raise JobTrouble(Reason.LATE, "the answer came after the deadline")
         return list(_statuses(held))
 
-    def _load(self, job: JobState, order: Load) -> list[Status]:
-        names = self._naming.names(order.keys)
-        if not order.valid_tokens and self._in_place.reaches(order.store):
-            return self._in_place.load(job, order, names)
-        return self._paged.load(job, order, names)
-
     def _save(self, job: JobState, order: Save) -> list[Status]:
         if not order.awaited:
             self._throttle.wait()
         # A tail has a name of its own: nobody else has written it, and a second try is told EXISTS.
-        names = self._naming.names(order.keys)
-        there = [False] * len(names) if order.valid_tokens else self._tiers[order.store].contains(names, job.deadline)
-        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
-        todo = [i for i, one in enumerate(there) if not one]
-        if not order.valid_tokens and self._in_place.reaches(order.store):
-            return self._in_place.save(job, order, results, todo)
+        names, tier = self._naming.names(order.keys), self._tiers[order.store]
+        results, todo = tier.missing(names, job.deadline, ask=not order.valid_tokens)
         piece = self._gather(job, order, todo, 0)
         ahead: RowPiece[list[Status]] | None = None
         try:
@@ -228,9 +208,7 @@ class JobRunner:
         """
         names, source, target = self._naming.names(order.keys), self._tiers[order.store], self._tiers[order.target]
         demoting = isinstance(order, Demote)  # a row that a request waits for was just seen not to be there
-        there = target.contains(names, job.deadline) if demoting else [False] * len(names)
-        results: list[Status] = [Status.EXISTS if one else Status.LATE for one in there]
-        todo = [i for i, one in enumerate(there) if not one]
+        results, todo = target.missing(names, job.deadline, ask=demoting)
         done = 0
         while done < len(todo):
             if demoting:
@@ -240,7 +218,8 @@ class JobRunner:
             with self._pages.slice_of(job, min(most, len(todo) - done)) as pages:
                 if not pages:
                     break
-                items = self._items([names[i] for i in todo[done : done + len(pages)]], pages)
+                some = todo[done : done + len(pages)]
+                items = [(names[i], self._staging.frame(page)) for i, page in zip(some, pages, strict=True)]
                 try:
                     got = self._read_source(job, items) if demoting else source.read(items, job.deadline)
                     num_hits = _leading_hits(got)
@@ -268,9 +247,6 @@ class JobRunner:
     def _is_past(self, job: JobState) -> bool:
         """Whether the watchdog has given a job up, or would have, had it looked."""
         return self._clock.monotonic() > job.order.deadline_s + self._grace_s
-
-    def _items(self, names: Sequence[PageName], pages: Sequence[int]) -> list[Item]:
-        return [(name, self._staging.frame(page)) for name, page in zip(names, pages, strict=False)]
 
     # --- stores: foreign code, whose answers are looked at before they are believed -----------------------------------
 
@@ -308,21 +284,13 @@ class JobRunner:
         def put() -> list[Status]:
             if sealed:
                 return tier.put([(meta.name, frame) for meta, frame in unsealed], deadline)
-            statuses = call(
-                tier.name,
-                lambda: list(
-                    put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline)
-                ),
-            )
+            with calling(tier.name):
+                said = put_sealed(tier.store, unsealed, layout, digests=digests, now_ms=now_ms, deadline=deadline)
+                statuses = list(said)
             require(tier.name, statuses, len(unsealed), PUT_ANSWERS)
             return statuses
 
         return put
-
-    def _moved(self, tier: str, direction: str, num_pages: int) -> int:
-        num_bytes = num_pages * self._frame_bytes
-        self._metrics.count("moved_bytes_total", num_bytes, tier=tier, direction=direction)
-        return num_bytes
 
 
 def _statuses(held: Sequence[bool]) -> tuple[Status, ...]:

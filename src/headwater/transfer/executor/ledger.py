@@ -17,7 +17,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Load, Save
 from headwater.core.results import Reason, Status
@@ -33,6 +33,15 @@ class JobPhase(enum.Enum):
     QUEUED = "queued"
     RUNNING = "running"  # a thread works on it, or is stuck in it
     OVER = "over"
+
+
+class Failure(NamedTuple):
+    """How a job ends without a result. `on_device`, `elsewhere`: whom it speaks against, as in JobFailed."""
+
+    reason: Reason
+    why: str
+    on_device: bool = False
+    elsewhere: bool = False
 
 
 class JobState:
@@ -51,14 +60,19 @@ class JobState:
         self.started_s: float | None = None
         self.num_bytes = 0  # moved so far; only the job's thread counts
         self.num_pages = 0  # of staging that it holds
-        self.judged: tuple[Status, ...] | None = None  # a Load's results, once a bad page is found that is still there
+        self.judged: tuple[Status, ...] | None = None  # a Load's results, if a call does not return: what has come so
+        # far, or was found of a bad page that is still there
         self.num_copying = 0  # copies between slots and host memory that are under way
         self.num_planes_ready = 0  # of every block of a Load: they are on the device, and right
         self.copied = False  # whether Copied was said
         self.at_source = False  # of a Demote: it is in a call of the store that it reads from
-        self.failing: tuple[Reason, str] | None = None  # what ends it when the copy is over
+        self.failing: Failure | None = None  # what ends it when the copy is over
         self.stuck = False  # its thread was given up: a store's call, or a copy, does not return
         self.ended = False
+
+    def is_wanted(self) -> bool:
+        """Whether nothing speaks against what is under way for it. May be asked without the lock, as a hint."""
+        return self.failing is None and not self.deadline.expired
 
     @property
     def copying(self) -> bool:
@@ -96,7 +110,7 @@ class Ledger:
         if job.ended:
             return
         if job.copying:
-            job.failing = job.failing or (failure, why)
+            job.failing = job.failing or Failure(failure, why, on_device, elsewhere)
             return
         self._end(job)
         self.say(
@@ -112,11 +126,16 @@ class Ledger:
         self._count(job, failure.value)
 
     def give_up(self, job: JobState, why: str) -> None:
-        """End a job whose time is over: LATE, or, of a Load that found a bad page, with what it found. Lock held."""
+        """End a job whose time is over: LATE, or a Load with what has come of it, or was found. Lock held."""
         if job.judged is None or job.ended or job.copying:
             self.fail(job, Reason.LATE, why, elsewhere=job.at_source)
         else:
             self._done(job, job.judged)
+
+    def notice(self) -> None:
+        """There is something to tell, and who said it is not about to `flush`. The lock is held."""
+        if self.on_news is not None:
+            self.on_news()
 
     def say(self, event: Event) -> None:
         """Put an event behind those that are to be told. The lock is held; somebody must `flush` soon."""
@@ -149,7 +168,7 @@ class Ledger:
     def goes_on(self, job: JobState) -> bool:
         """Whether the next step of a job is worth taking: it has not ended, nor will with its copies, and has time."""
         with self.lock:
-            return not job.ended and job.failing is None and not job.deadline.expired
+            return not job.ended and job.is_wanted()
 
     def hangs_at(self, source: str) -> bool:
         """Whether a Demote is in a call of this store that does not return."""
@@ -181,7 +200,7 @@ class Ledger:
     def begin_copy(self, job: JobState) -> bool:
         """The same for a copy that goes on by itself. If True, `end_copy` must follow, from whatever thread."""
         with self.lock:
-            if job.ended or job.failing is not None or job.deadline.expired:
+            if job.ended or not job.is_wanted():
                 return False
             job.num_copying += 1
             return True
@@ -191,9 +210,9 @@ class Ledger:
         with self.lock:
             job.num_copying -= 1
             if job.failing is not None and not job.copying:
-                self.fail(job, *job.failing)
-                if self.on_news is not None:
-                    self.on_news()
+                reason, why, on_device, elsewhere = job.failing
+                self.fail(job, reason, why, on_device=on_device, elsewhere=elsewhere)
+                self.notice()
 
     def planes_ready(self, job: JobState, num_planes: int) -> None:
         """So many planes of every block of a Load have arrived."""
@@ -261,3 +280,18 @@ class Ledger:
         self._metrics.count("jobs_total", tier=job.order.store, job=job.kind, outcome=outcome)
         if job.started_s is not None:
             self._metrics.observe("job_seconds", self._seconds(job), tier=job.order.store, job=job.kind)
+
+
+class Delivers:
+    """An executor: events of its ledger are heard by somebody."""
+
+    _ledger: Ledger
+
+    @property
+    def deliver(self) -> Callable[[Event], None] | None:
+        """Who hears the events. To be set before the first `submit`."""
+        return self._ledger.deliver
+
+    @deliver.setter
+    def deliver(self, deliver: Callable[[Event], None]) -> None:
+        self._ledger.deliver = deliver

@@ -11,23 +11,22 @@ store in the middle keeps what it has: the rest is "failed". Not here: threads, 
 hangs (`worker.py`); loads that need no page (`in_place.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from headwater.core.errors import CopyDamaged, ResourceClosed
+from headwater.core.errors import CopyDamaged
 from headwater.core.events import Load
 from headwater.core.page import PageName
 from headwater.core.results import BAD_PAGE, Status
-from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.ledger import JobState
 from headwater.transfer.executor.pieces import JobPages, RowPiece
-from headwater.transfer.executor.staging import InPlace, Staging
-from headwater.transfer.executor.tier import Item, Naming, TierStore
-from headwater.transfer.executor.trouble import StoreTrouble, call, fill
+from headwater.transfer.executor.tier import Item
+from headwater.transfer.executor.tools import JobTools
+from headwater.transfer.executor.trouble import StoreTrouble, calling, fill
 
 if TYPE_CHECKING:
     from headwater.transfer.device.wire import Digests
@@ -48,33 +47,17 @@ class _Slice:
 class PagedLoads:
     """Does loads in the calling thread. Holds no state of a job."""
 
-    def __init__(
-        self,
-        tiers: Mapping[str, TierStore],
-        staging: Staging,
-        pages: JobPages,
-        ledger: Ledger,
-        *,
-        naming: Naming,
-        overlaps: bool,
-        moved: Callable[[str, str, int], int],
-    ) -> None:
-        """`overlaps`: also loads from stores that read with one thread are read ahead.
-
-        `moved` counts pages that came from a tier, and says how many bytes that is.
-        """
-        self._tiers = tiers
-        self._staging = staging
-        self._checking: InPlace | None = staging.in_place()  # who digests what arrives, if anybody does
+    def __init__(self, tools: JobTools, pages: JobPages) -> None:
+        self._tiers, self._staging, self._ledger = tools.tiers, tools.staging, tools.ledger
+        self._naming, self._overlaps, self._moved = tools.naming, tools.overlaps, tools.moved
+        self._checking = tools.staging.in_place()  # who digests what arrives, if anybody does
         self._pages = pages
-        self._ledger = ledger
-        self._naming = naming
-        self._overlaps = overlaps
-        self._moved = moved
-        self._ahead_pages = max(1, min(AHEAD_BYTES // naming.frame_bytes, staging.num_pages // _FIRST_SHARE))
+        most = tools.staging.num_pages // _FIRST_SHARE
+        self._ahead_pages = max(1, min(AHEAD_BYTES // tools.naming.frame_bytes, most))
 
-    def load(self, job: JobState, order: Load, names: Sequence[PageName]) -> list[Status]:
+    def load(self, job: JobState, order: Load) -> list[Status]:
         """All blocks: one result each. Blocks. Raises JobTrouble, or what staging raises."""
+        names = self._naming.names(order.keys)
         reads_ahead = self._tiers[order.store].reads_ahead
         overlaps = self._overlaps or reads_ahead
         most = self._ahead_pages if reads_ahead else len(names)
@@ -103,6 +86,7 @@ class PagedLoads:
                     results[done] = status if num_good < num_hits else got.statuses[num_hits]
                     return fill(results, done + 1, Status.MISS)
                 self._pages.settle(job, piece)
+                job.judged = tuple(results)  # if the next call does not return, this has come all the same
                 piece, ahead = ahead, None
                 if piece is None:
                     piece = self._ask(job, order, names, results, done, most=most)
@@ -132,7 +116,11 @@ class PagedLoads:
         pages = self._pages.take(job, min(most, len(names) - start), wait=not beside)
         if not pages:
             return None
-        items = [(name, self._staging.frame(page)) for name, page in zip(names[start:], pages, strict=False)]
+        try:
+            items = [(name, self._staging.frame(page)) for name, page in zip(names[start:], pages, strict=False)]
+        except BaseException:
+            self._pages.give_back(job, pages)
+            raise
 
         def judged(got: Sequence[Status]) -> None:  # the row ends with a bad page, and all before it is in its slots
             if got[0] in BAD_PAGE and results.count(Status.HIT) == start:
@@ -156,7 +144,8 @@ class PagedLoads:
             if not self._naming.is_tail(frame, order.valid_tokens):  # sealed by somebody who does not keep the rules
                 got = [Status.FOREIGN]
                 judged(got)
-                call(order.store, lambda: tier.reader.refuse(name, deadline=job.deadline))
+                with calling(order.store):
+                    tier.reader.refuse(name, deadline=job.deadline)
         return _Slice(items, got, None)
 
     def _scatter(self, pages: Sequence[int], slots: Sequence[int], got: _Slice) -> int:
@@ -165,12 +154,8 @@ class PagedLoads:
             self._staging.scatter(pages, slots)
             return len(pages)
         frames = [frame for _, frame in got.items[: len(pages)]]
-        transfer = self._checking.scatter_from(frames, slots, expected=np.stack(got.digests))
-        transfer.wait()  # also after an error: what was launched must not land later
-        if transfer.error is not None:
-            raise transfer.error
-        if not transfer.complete:
-            raise ResourceClosed("the copy engine was closed before everything was copied")
+        transfer = self._checking.scatter(frames, slots, expected=np.stack(got.digests))
+        transfer.see_through()
         return transfer.num_good
 
     def _settle(
@@ -186,8 +171,8 @@ class PagedLoads:
                 job.judged = (*results[:done], status, *(Status.MISS,) * (len(results) - done - 1))
 
         reader = self._tiers[order.store].reader
-        settle = partial(reader.settle_fetched, items, num_good, deadline=job.deadline, judged=judged)
-        status = call(order.store, settle)
+        with calling(order.store):
+            status = reader.settle_fetched(items, num_good, deadline=job.deadline, judged=judged)
         if num_good < len(items) and status is Status.HIT:
             raise CopyDamaged(f"block {num_good} of {len(items)} is not what its page is on the device")
         return status

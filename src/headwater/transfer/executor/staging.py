@@ -4,9 +4,9 @@ A page here is a frame's memory: header first, payload behind it. `gather` and `
 verifying is done on the frame, by others. Staging owns no decision: who may use which page, when a slot may be read or
 written, is the worker's business (`worker.py`), and whether the bytes are right is `layout/frame.py`'s.
 
-Staging that can (`in_place`) reaches into a store's own memory: blocks go straight into a slab and straight out of it,
-and no page is needed. Where a GPU is, that memory has to be registered first; what cannot be registered goes through
-the pages.
+Staging that has a copy engine (`in_place`) may reach into a store's own memory: blocks go straight into a slab and
+straight out of it, and no page is needed. Where a GPU is, that memory has to be registered first; what cannot be
+registered goes through the pages.
 
 Torch is loaded by `TorchStaging` and by nothing else that the worker imports: whoever has a DeviceCache has loaded it.
 """
@@ -14,12 +14,12 @@ Torch is loaded by `TorchStaging` and by nothing else that the worker imports: w
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from headwater.core.errors import CopyDamaged, InvalidInput, ResourceClosed
+from headwater.core.closing import Closing
+from headwater.core.errors import CopyDamaged, InvalidInput
 from headwater.core.results import Status
 from headwater.layout.frame import frame_bytes, promised
 from headwater.layout.spec import KVLayout
@@ -27,7 +27,7 @@ from headwater.transfer.device.populate import address_of, populate
 
 if TYPE_CHECKING:
     from headwater.transfer.device.arena import DeviceCache, HostCache
-    from headwater.transfer.device.copy_queue import Transfer
+    from headwater.transfer.device.copy_engine import CopyEngine
     from headwater.transfer.device.cuda import Pin
     from headwater.transfer.device.wire import Digests, Direction, Wire
 
@@ -62,48 +62,15 @@ class Staging(Protocol):
         """
         ...
 
-    def in_place(self) -> "InPlace | None":
-        """Who copies between slots and a store's own memory; None: everything goes through pages."""
+    def in_place(self, memory: memoryview | None = None) -> "CopyEngine | None":
+        """Who copies between slots and frames in this memory of a store, or in the pages; None: nobody does.
+
+        Then everything goes through the pages. The first time it may take a while to register a store's memory.
+        """
         ...
 
 
-class InPlace(Protocol):
-    """Staging that copies between slots and memory that is not its own, a store's slab."""
-
-    @property
-    def layerwise(self) -> bool:
-        """Whether somebody computes with a block's first layers while the others are on their way."""
-        ...
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether blocks are on their way to the device, or wait to be."""
-        ...
-
-    def reaches(self, memory: memoryview) -> bool:
-        """Whether blocks can be copied from and to this memory. The first time it may take a while to register it."""
-        ...
-
-    def gather_into(
-        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
-    ) -> "Transfer":
-        """Begin to copy blocks into the payloads of frames. Does not block; may raise. `on_over` hears of the end."""
-        ...
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: "Digests",
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> "Transfer":
-        """Begin to copy payloads into blocks, and to check what arrives. Does not block; may raise."""
-        ...
-
-
-class TorchStaging:
+class TorchStaging(Closing):
     """Staging between a DeviceCache and the pages of a HostCache, and memory beyond them, by the copy engine.
 
     Owns neither cache, but the engine: close it before them. It does not wait for the model's streams: a block is
@@ -131,10 +98,10 @@ class TorchStaging:
         self._host = host
         self._cuda = device.device.type == "cuda"
         self._planes_on = device.device
-        self._engine = CopyEngine(device, layout=layout, wires=wires)
-        self._engine.calibrate([host.page(page) for page in range(min(_NUM_TRIED, host.num_pages))])
+        self.engine = CopyEngine(device, layout=layout, wires=wires)
+        self.engine.calibrate([host.page(page) for page in range(min(_NUM_TRIED, host.num_pages))])
         if self._cuda:
-            self._engine.warm([host.page(page) for page in range(min(host.num_pages, device.num_blocks))])
+            self.engine.warm([host.page(page) for page in range(min(host.num_pages, device.num_blocks))])
         self._pins: dict[
             int, Pin | memoryview
         ] = {}  # by address; memory that cannot be registered is held all the same
@@ -147,23 +114,13 @@ class TorchStaging:
         return self._cuda
 
     @property
-    def layerwise(self) -> bool:
-        """Whether somebody computes with a block's first layers while the others are on their way."""
-        return self._engine.layerwise
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether blocks are on their way to the device, or wait to be."""
-        return self._engine.is_loading
-
-    @property
     def num_pages(self) -> int:
         """How many pages the host cache has."""
         return self._host.num_pages
 
-    def in_place(self) -> Self:
-        """Itself."""
-        return self
+    def in_place(self, memory: memoryview | None = None) -> "CopyEngine | None":
+        """The copy engine, unless there is memory that it does not reach."""
+        return self.engine if memory is None or self.reaches(memory) else None
 
     def frame(self, page: int) -> memoryview:
         """A page's memory. Raises InvalidInput for one that does not exist, ResourceClosed after close."""
@@ -171,8 +128,8 @@ class TorchStaging:
 
     def gather(self, slots: Sequence[int], pages: Sequence[int]) -> "Digests | None":
         """Copy blocks into payloads. Blocks. Raises InvalidCopy, having copied nothing, or what the device raises."""
-        transfer = self._engine.gather(slots, [self._host.page(page) for page in pages])
-        _wait(transfer)
+        transfer = self.engine.gather(slots, [self._host.page(page) for page in pages])
+        transfer.see_through()
         return transfer.digests
 
     def scatter(self, pages: Sequence[int], slots: Sequence[int]) -> None:
@@ -185,8 +142,8 @@ class TorchStaging:
         expected = [one for one in digests if not isinstance(one, Status)]
         if len(expected) < len(frames):
             raise CopyDamaged("a page is not sealed any more")
-        transfer = self._engine.scatter(frames, slots, expected=np.stack(expected) if expected else None)
-        _wait(transfer)
+        transfer = self.engine.scatter(frames, slots, expected=np.stack(expected) if expected else None)
+        transfer.see_through()
         if transfer.num_good < len(frames):
             raise CopyDamaged(f"block {transfer.num_good} of {len(frames)} is not what its page is on the device")
 
@@ -242,47 +199,18 @@ class TorchStaging:
                 self._pins[address] = memory if isinstance(found, str) else found
             return not isinstance(self._pins[address], memoryview)
 
-    def gather_into(
-        self, slots: Sequence[int], frames: Sequence[memoryview], *, on_over: Callable[[], None]
-    ) -> "Transfer":
-        """Begin to copy blocks into a store's memory. Does not block. Raises InvalidCopy."""
-        return self._engine.gather(slots, frames, on_over=on_over)
-
-    def scatter_from(
-        self,
-        frames: Sequence[memoryview],
-        slots: Sequence[int],
-        *,
-        expected: "Digests",
-        on_planes: Callable[[int], None] | None = None,
-        on_over: Callable[[], None] | None = None,
-    ) -> "Transfer":
-        """Begin to copy out of a store's memory, layer by layer, checked on arrival. Does not block."""
-        return self._engine.scatter(frames, slots, expected=expected, on_planes=on_planes, on_over=on_over)
-
     def close(self) -> None:
-        """End all copies, then let go of memory that was registered. Idempotent. Blocks, milliseconds."""
-        self._engine.close()
+        """End all copies, then let go of memory that was registered. Idempotent. Blocks, milliseconds.
+
+        A copy that does not return keeps it for seconds, and all memory that it may touch for good.
+        """
+        ended = self.engine.close()
+        if not ended:
+            log.error("a copy does not return: the memory that it may touch is kept until this process ends")
+            self._host.keep()
         for thread in self._registering.values():
             thread.join()
         for held in self._pins.values():
             if not isinstance(held, memoryview):
-                held.release()
+                held.release() if ended else held.keep()
         self._pins.clear()
-
-    def __enter__(self) -> Self:
-        """Return self; it closes itself at the end of the block."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        """Close."""
-        self.close()
-
-
-def _wait(transfer: "Transfer") -> None:
-    """Until it is over; also after an error: what was launched must not land later."""
-    transfer.wait()
-    if transfer.error is not None:
-        raise transfer.error
-    if not transfer.complete:
-        raise ResourceClosed("the copy engine was closed before everything was copied")

@@ -15,7 +15,9 @@ from threading import Condition
 from typing import Final
 
 from headwater.core.events import Demote, Job, Load, Probe, Promote, Save
+from headwater.core.results import Reason
 from headwater.metrics import Metrics
+from headwater.storage.base import Clock
 from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 
 PROMOTIONS: Final = "promotions"  # somebody waits for these: a queue of their own, which no write holds up
@@ -24,37 +26,64 @@ _AWAITED: Final = 1  # a Save that somebody waits for
 
 
 class StoreQueue:
-    """The queue of one store, or of promotions. Every method wants the ledger's lock held, and none blocks."""
+    """The queue of one store, or of promotions. All but `take` want the ledger's lock held, and do not block."""
 
-    def __init__(self, name: str, ledger: Ledger, *, num_threads: int, frame_bytes: int, metrics: Metrics) -> None:
+    def __init__(
+        self, name: str, ledger: Ledger, *, num_threads: int, frame_bytes: int, clock: Clock, metrics: Metrics
+    ) -> None:
         self.name = name
-        self.work = Condition(ledger.lock)  # a job that a thread may take
+        self.num_threads: Final = num_threads  # wanted
         self.num_able = 0
         self.num_stuck = 0
-        self._num_threads = num_threads  # wanted
+        self._ledger = ledger
+        self._clock = clock
+        self._news = Condition(ledger.lock)  # a job that a thread may take, or the end
+        self._closed = False
         self._num_unhurried = 0  # promotions, saves and demotions that able threads are at
         self._queues: tuple[OrderedDict[int, JobState], ...] = (OrderedDict(), OrderedDict(), OrderedDict())
         self._queued_bytes = 0
         self._frame_bytes = frame_bytes
         self._metrics = metrics
 
-    @property
-    def surplus(self) -> bool:
-        """Whether there are more threads than wanted, because one came back from a call it was stuck in."""
-        return self.num_able > self._num_threads
-
     def push(self, job: JobState) -> None:
         """Queue a job."""
         self._queues[_rank(job)][job.order.job] = job
         self._count(job, 1)
-        self.work.notify()
+        self._news.notify()
 
-    def pop(self) -> JobState | None:
-        """Take the next job that may begin, if there is one: it is the calling thread's now.
+    def take(self) -> JobState | None:
+        """Wait for the next job: it is the calling thread's now. Blocks. Takes the lock.
+
+        None: the thread shall end, because the queue was closed, or one thread too many is here since another came back
+        from a call that it was stuck in. It is counted out.
+        """
+        with self._ledger.lock:
+            while not self._closed and self.num_able <= self.num_threads:
+                job = self._pop()
+                if job is None:
+                    self._news.wait()
+                elif job.deadline.expired:
+                    self.leave(job)
+                    self._ledger.fail(job, Reason.LATE, "it had not begun by its deadline")
+                    self._ledger.notice()
+                else:
+                    job.started_s = self._clock.monotonic()
+                    return job
+            self.num_able -= 1
+            self._news.notify()  # what woke this thread may have been a job: that is another's now
+            return None
+
+    def close(self) -> None:
+        """Have all threads end."""
+        self._closed = True
+        self._news.notify_all()
+
+    def _pop(self) -> JobState | None:
+        """The next job that may begin, if there is one.
 
         Nobody needs to be woken when a job that had to wait may begin: the thread whose return makes that so is here.
         """
-        most_unhurried = min(self._num_threads, self.num_able) - 1 if self._num_threads > 1 else 1
+        most_unhurried = min(self.num_threads, self.num_able) - 1 if self.num_threads > 1 else 1
         for rank, queue in enumerate(self._queues):
             if queue and (rank == 0 or self._num_unhurried < most_unhurried):
                 _, job = queue.popitem(last=False)
@@ -76,7 +105,7 @@ class StoreQueue:
         self.num_stuck += 1
         self._num_unhurried -= _rank(job) > 0
         self._metrics.gauge("stuck_calls", self.num_stuck, store=self.name)
-        self.work.notify_all()  # in its place another may begin
+        self._news.notify_all()  # in its place another may begin
 
     def leave(self, job: JobState) -> None:
         """The thread that was at a job is back from it."""

@@ -21,7 +21,7 @@ from headwater.layout.tail import is_zero_behind
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline, Store
 from headwater.storage.verified import VerifiedStore
-from headwater.transfer.executor.trouble import call, require
+from headwater.transfer.executor.trouble import calling, require
 
 Item: TypeAlias = tuple[PageName, memoryview]  # a page, and a buffer of a frame's size
 
@@ -106,19 +106,29 @@ class TierStore:
 
     def contains(self, names: Sequence[PageName], deadline: Deadline) -> list[bool]:
         """Whether each page seems to be there. Blocks."""
-        held = call(self.name, lambda: list(self.store.contains(names, deadline=deadline)))
+        with calling(self.name):
+            held = list(self.store.contains(names, deadline=deadline))
         require(self.name, held, len(names), None, bool)
         return held
 
     def contains_cached(self, names: Sequence[PageName]) -> list[bool] | None:
         """The same from memory; None: the store has to be asked. Does not block."""
         store = self.store.cached_names()
-        found = call(self.name, lambda: store.contains_cached(names)) if store is not None else None
-        if found is None:
-            return None
-        held = call(self.name, lambda: list(found))
+        with calling(self.name):
+            found = store.contains_cached(names) if store is not None else None
+            if found is None:
+                return None
+            held = list(found)
         require(self.name, held, len(names), None, bool)
         return held
+
+    def missing(
+        self, names: Sequence[PageName], deadline: Deadline, *, ask: bool = True
+    ) -> tuple[list[Status], list[int]]:
+        """What is known of pages before they are put, and which are to be put. Blocks, unless it does not `ask`."""
+        there = self.contains(names, deadline) if ask else [False] * len(names)
+        results = [Status.EXISTS if one else Status.LATE for one in there]
+        return results, [i for i, one in enumerate(there) if not one]
 
     def read(
         self,
@@ -127,7 +137,8 @@ class TierStore:
         judged: Callable[[Sequence[Status]], None] | None = None,
     ) -> list[Status]:
         """Pages, verified; `judged` as in `VerifiedStore.get_into`. Blocks."""
-        got = call(self.name, lambda: list(self.reader.get_into(items, deadline=deadline, judged=judged)))
+        with calling(self.name):
+            got = list(self.reader.get_into(items, deadline=deadline, judged=judged))
         require(self.name, got, len(items), GET_ANSWERS)
         return got
 
@@ -135,13 +146,15 @@ class TierStore:
         self, items: Sequence[Item], deadline: Deadline, judged: Callable[[Sequence[Status]], None] | None = None
     ) -> "list[npt.NDArray[np.uint64] | Status]":
         """Pages with their headers verified, and what the digests of their planes must be. Blocks."""
-        found = call(self.name, lambda: list(self.reader.fetch(items, deadline=deadline, judged=judged)))
+        with calling(self.name):
+            found = list(self.reader.fetch(items, deadline=deadline, judged=judged))
         require(self.name, found, len(items), GET_ANSWERS, np.ndarray)
         return found
 
     def peek(self, items: Sequence[Item], deadline: Deadline) -> list[Status]:
         """The same, and counts as no use. Blocks."""
-        got = call(self.name, lambda: list(self.reader.peek_into(items, deadline=deadline)))
+        with calling(self.name):
+            got = list(self.reader.peek_into(items, deadline=deadline))
         require(self.name, got, len(items), GET_ANSWERS)
         return got
 
@@ -149,7 +162,8 @@ class TierStore:
         """Sealed frames. Blocks."""
         if not items:
             return []
-        statuses = call(self.name, lambda: list(self.store.put(items, deadline=deadline)))
+        with calling(self.name):
+            statuses = list(self.store.put(items, deadline=deadline))
         require(self.name, statuses, len(items), PUT_ANSWERS)
         return statuses
 

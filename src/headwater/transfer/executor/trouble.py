@@ -5,13 +5,12 @@ caller, and its other jobs would end with it: there it is the trouble of the job
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
-from typing import TypeVar
 
 from headwater.core.results import Reason, Status
-
-T = TypeVar("T")
+from headwater.storage.readers import ReadStuck
 
 _thread = threading.local()
 
@@ -50,10 +49,14 @@ class PagesKept(StoreTrouble):
         self.failure = Reason.DOWN
 
 
-def call(store: str, work: Callable[[], T]) -> T:
-    """Call a store. Raises StoreTrouble for whatever trouble it makes."""
+@contextmanager
+def calling(store: str) -> Iterator[None]:
+    """While a store is called: whatever trouble it makes is raised as StoreTrouble."""
     try:
-        return work()
+        yield
+    except ReadStuck as stuck:  # what the call was given is not to be used before: the watchdog sees that it hangs
+        stuck.over.wait()
+        raise StoreTrouble(f"{store}: {stuck}") from stuck
     except BaseException as error:
         if not is_trouble(error):
             raise

@@ -9,23 +9,20 @@ Invariants:
 - After `stop` it ends when every job has ended and every event was delivered.
 """
 
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from itertools import count
 from typing import Final
 
 from headwater.core.events import Stuck, is_waited_for
 from headwater.core.results import Reason
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
+from headwater.transfer.executor.alarms import Alarms
 from headwater.transfer.executor.ledger import JobPhase, JobState, Ledger
 from headwater.transfer.executor.store_queue import StoreQueue, queue_of
 
 log: Final = logging.getLogger("headwater")
-
-_STALE_ALARMS: Final = 256  # of jobs that are over: so many are kept before they are swept out
 
 
 class Watchdog:
@@ -56,16 +53,10 @@ class Watchdog:
         self._clock = clock
         self._metrics = metrics
         self._watch = threading.Condition(ledger.lock)  # something for the watchdog
-        self._alarms: list[tuple[float, int, JobState]] = []  # a heap: when to look at which job
-        self._numbers = count()
+        self._alarms = Alarms[JobState](lambda job: job.phase is JobPhase.OVER)
         self._short_of_threads: list[StoreQueue] = []
         self._stopping = False
         self.thread: Final = threading.Thread(target=self._keep_watch, name="headwater watchdog", daemon=True)
-
-    @property
-    def num_alarms(self) -> int:
-        """Alarms that are set, those of jobs that are over among them. The lock is held, or the number is a hint."""
-        return len(self._alarms)
 
     def wake(self) -> None:
         """There is something for it to see or to tell. Does not block. The lock is held."""
@@ -76,17 +67,9 @@ class Watchdog:
         self._stopping = True
         self._watch.notify()
 
-    def sweep(self) -> None:
-        """Forget the alarms of jobs that are over, where they are many. Does not block. The lock is held."""
-        if len(self._alarms) > 2 * len(self._ledger.live) + _STALE_ALARMS:
-            self._alarms = [alarm for alarm in self._alarms if alarm[2].phase is not JobPhase.OVER]
-            heapq.heapify(self._alarms)
-
     def set_alarm(self, job: JobState, at_s: float) -> None:
         """Have a job looked at then. Does not block. The lock is held."""
-        alarm = (at_s, next(self._numbers), job)
-        heapq.heappush(self._alarms, alarm)
-        if self._alarms[0] is alarm:  # the watchdog sleeps until a later one
+        if self._alarms.set(job, at_s):  # the watchdog sleeps until a later one
             self._watch.notify()
 
     def _keep_watch(self) -> None:
@@ -112,18 +95,16 @@ class Watchdog:
     def _look_at_alarms(self) -> float | None:
         """End what is overdue; seconds until the next alarm, if there is one. The lock is held."""
         now_s = self._clock.monotonic()
-        while self._alarms and self._alarms[0][0] <= now_s:
-            _, _, job = heapq.heappop(self._alarms)
+        while (job := self._alarms.take_due(now_s)) is not None:
             last_s = job.order.deadline_s + self._grace_s
             if job.phase is JobPhase.QUEUED:
                 self._fail(job, Reason.LATE, "it had not begun by its deadline")
-            elif job.phase is JobPhase.RUNNING and now_s < last_s:
-                self.set_alarm(job, last_s)
-            elif job.phase is JobPhase.RUNNING:
+            elif now_s < last_s:
+                self._alarms.set(job, last_s)
+            else:
                 self._give_up(job)
-        if not self._alarms:
-            return None
-        return Deadline(self._alarms[0][0], self._clock).remaining_s
+        next_s = self._alarms.next_s
+        return None if next_s is None else Deadline(next_s, self._clock).remaining_s
 
     def _give_up(self, job: JobState) -> None:
         """A call or a copy does not return: end the job, leave the thread to it, get another. The lock is held.

@@ -43,21 +43,22 @@ from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
-from headwater.transfer.executor.jobs import JobRunner, check_job
-from headwater.transfer.executor.ledger import JobState, Ledger
+from headwater.transfer.executor.jobs import JobRunner, checked, require_new
+from headwater.transfer.executor.ledger import Delivers, JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
-from headwater.transfer.executor.store_queue import PRIORITY, PROMOTIONS, StoreQueue, queue_of
+from headwater.transfer.executor.store_queue import PROMOTIONS, StoreQueue, queue_of
 from headwater.transfer.executor.stores_off import StoresOff
 from headwater.transfer.executor.tier import Naming, TierStore
+from headwater.transfer.executor.tools import JobTools
 from headwater.transfer.executor.trouble import JobTrouble, has_no_caller
 from headwater.transfer.executor.watchdog import Watchdog
 
 log: Final = logging.getLogger("headwater")
 
 
-class Worker:
+class Worker(Delivers):
     """Runs Probe, Load, Save, Demote, Promote and Cancel. Owns its threads; what it is given belongs to the caller.
 
     `deliver` is called with each event by one thread at a time, in the order things happened, without a lock held. It
@@ -117,20 +118,21 @@ class Worker:
         tiers = {
             name: TierStore(name, store, naming, clock=clock, metrics=self._metrics) for name, store in stores.items()
         }
-        self._runner = JobRunner(
-            tiers,
-            staging,
-            self._pool,
-            self._ledger,
+        tools = JobTools(
+            tiers=tiers,
+            staging=staging,
+            pool=self._pool,
+            ledger=self._ledger,
             naming=naming,
+            throttle=self._throttle,
+            clock=clock,
+            metrics=self._metrics,
             slice_pages=slice_pages,
             in_place_pages=in_place_pages,
             overlaps=overlaps,
             grace_s=grace_s,
-            clock=clock,
-            throttle=self._throttle,
-            metrics=self._metrics,
         )
+        self._runner = JobRunner(tools)
         self._tiers = tiers
         queues = [*stores, PROMOTIONS] if len(stores) > 1 else list(stores)
         self._queues = {
@@ -139,6 +141,7 @@ class Worker:
                 self._ledger,
                 num_threads=1 if name == PROMOTIONS else threads_per_store,
                 frame_bytes=naming.frame_bytes,
+                clock=clock,
                 metrics=self._metrics,
             )
             for name in queues
@@ -162,21 +165,12 @@ class Worker:
         try:
             self._watchdog.thread.start()
             for queue in self._queues.values():
-                queue.num_able = 1 if queue.name == PROMOTIONS else threads_per_store
-                for _ in range(queue.num_able):
+                queue.num_able = queue.num_threads
+                for _ in range(queue.num_threads):
                     self._start_thread(queue)
         except RuntimeError:  # the machine has no more threads for us
             self.close()
             raise
-
-    @property
-    def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears the events. To be set before the first `submit`."""
-        return self._ledger.deliver
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Event], None]) -> None:
-        self._ledger.deliver = deliver
 
     def remote(self) -> None:
         """None: it is part of this process, and ends with it."""
@@ -197,23 +191,26 @@ class Worker:
         After it returned, a cancelled job begins no copy any more; its JobFailed follows. Cancelling a job that has
         ended, or was never here, changes nothing.
         """
-        asked = list(instructions)
-        for instruction in asked:
-            self._check(instruction)
-        numbers = [job.job for job in asked if isinstance(job, Job)]
+        asked = checked(instructions, self._tiers)
         with self._ledger.lock:
             if self._closed:
                 raise ResourceClosed("the worker is closed")
             if self._ledger.deliver is None:
                 raise InvalidInput("nobody would hear what becomes of a job: set `deliver` first")
-            if len(set(numbers)) < len(numbers) or not self._ledger.live.keys().isdisjoint(numbers):
-                raise InvalidInput(f"each job needs a number of its own: {numbers}")
+            require_new(asked, self._ledger.live)
             for instruction in asked:
                 if isinstance(instruction, Job):
-                    self._enqueue(JobState(instruction, self._clock))
+                    job, after = JobState(instruction, self._clock), _after(instruction)
+                    waits = after in self._ledger.live
+                    self._ledger.admit(job)
+                    self._watchdog.set_alarm(job, instruction.deadline_s)
+                    if waits:
+                        self._waiting.setdefault(after, {})[instruction.job] = job
+                    else:
+                        self._queues[queue_of(instruction)].push(job)
                 elif isinstance(instruction, Cancel) and instruction.job in self._ledger.live:
                     self._fail(self._ledger.live[instruction.job], Reason.CANCELLED, "nobody waits for it any more")
-            if len(numbers) < len(asked):
+            if any(isinstance(one, Cancel) for one in asked):
                 self._watchdog.wake()  # to tell what was cancelled
 
     def contains_cached(self, probe: Probe) -> tuple[Status, ...] | None:
@@ -261,7 +258,7 @@ class Worker:
             for job in list(self._ledger.live.values()):
                 self._fail(job, Reason.CANCELLED, "the worker was closed")
             for queue in self._queues.values():
-                queue.work.notify_all()
+                queue.close()
             self._watchdog.stop()
         if self._watchdog.thread.ident is not None:
             self._watchdog.thread.join(until.remaining_s)  # first, because it may be starting a thread
@@ -292,22 +289,6 @@ class Worker:
 
     # --- taking jobs in -----------------------------------------------------------------------------------------------
 
-    def _check(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Job) and type(instruction) in PRIORITY:
-            check_job(instruction, self._tiers)
-        elif not isinstance(instruction, Cancel):
-            raise InvalidInput(f"not the executor's work: {instruction!r}")
-
-    def _enqueue(self, job: JobState) -> None:
-        self._watchdog.sweep()
-        after = _after(job.order)
-        if after in self._ledger.live:
-            self._waiting.setdefault(after, {})[job.order.job] = job
-        else:
-            self._queues[queue_of(job.order)].push(job)
-        self._ledger.admit(job)
-        self._watchdog.set_alarm(job, job.order.deadline_s)
-
     def _release(self, number: int) -> None:
         """A job has ended: queue those that came after it. The lock is held."""
         for job in self._waiting.pop(number, {}).values():
@@ -333,7 +314,7 @@ class Worker:
 
     def _serve(self, queue: StoreQueue) -> None:
         has_no_caller()
-        while (job := self._next(queue)) is not None:
+        while (job := queue.take()) is not None:
             self._run(job)
             with self._ledger.lock:
                 queue.leave(job)
@@ -341,23 +322,6 @@ class Worker:
             self._ledger.flush()
         with self._ledger.lock:
             self._watchdog.wake()  # after close() it waits for the last of us
-
-    def _next(self, queue: StoreQueue) -> JobState | None:
-        """Wait for the next job of a queue. None: the thread shall end, and is counted out."""
-        with self._ledger.lock:
-            while not self._closed and not queue.surplus:
-                job = queue.pop()
-                if job is None:
-                    queue.work.wait()
-                elif job.deadline.expired:
-                    queue.leave(job)
-                    self._ledger.fail(job, Reason.LATE, "it had not begun by its deadline")
-                    self._watchdog.wake()
-                else:
-                    job.started_s = self._clock.monotonic()
-                    return job
-            queue.num_able -= 1
-            return None
 
     def _run(self, job: JobState) -> None:
         """Do a job and end it. Raises nothing: a thread that dies would take its store's jobs with it."""
@@ -369,7 +333,7 @@ class Worker:
             self._off.require_on(
                 tiers[1:] if isinstance(order, Demote) else tiers
             )  # a source that is off gives nothing
-            results = self._runner.run(job)
+            results = self._runner.way(order)(job)
         except JobTrouble as trouble:
             failure, why = trouble.failure, trouble.why
         except BaseException as error:  # staging is foreign code too

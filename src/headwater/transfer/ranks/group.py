@@ -35,7 +35,6 @@ from headwater.core.errors import InvalidInput, ResourceClosed
 from headwater.core.events import (
     Cancel,
     Copied,
-    Demote,
     Event,
     Instruction,
     Job,
@@ -43,8 +42,6 @@ from headwater.core.events import (
     JobFailed,
     Load,
     Probe,
-    Promote,
-    Save,
     StoreCopy,
     StoreOff,
     StoreOn,
@@ -54,9 +51,9 @@ from headwater.core.events import (
 from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline
-from headwater.transfer.executor.jobs import check_job
-from headwater.transfer.executor.ledger import Ledger
-from headwater.transfer.ranks.alarms import Alarms
+from headwater.transfer.executor.alarms import Alarms
+from headwater.transfer.executor.jobs import checked, require_new
+from headwater.transfer.executor.ledger import Delivers, Ledger
 from headwater.transfer.ranks.assignment import Assignment
 from headwater.transfer.ranks.group_job import End, GroupJob
 from headwater.transfer.ranks.group_result import GroupResult
@@ -65,12 +62,11 @@ from headwater.transfer.ranks.roster import RankReport, RankState, Roster
 
 log: Final = logging.getLogger("headwater")
 
-_KINDS: Final = (Probe, Load, Save, Demote, Promote)
 _LATE: Final = "no answer by the deadline"
 _LAST_S: Final = 1.0  # for the watching thread to end, when all executors have
 
 
-class Ranks:
+class Ranks(Delivers):
     """Runs jobs on all ranks of a group. Takes over the executors of its members.
 
     `deliver` is called with each event. It may `submit`, and must not `drain` or `close`.
@@ -108,7 +104,7 @@ class Ranks:
         self._live: dict[int, GroupJob] = {}  # jobs of which a member owes an answer, told or not
         self._off: set[str] = set()  # stores that a member said to be off
         self._watch = threading.Condition(self._ledger.lock)  # something for the thread that watches
-        self._alarms = Alarms()
+        self._alarms = Alarms[GroupJob](lambda job: not job.waiting)
         self._closed = False
         self._thread = threading.Thread(target=self._keep_watch, name="headwater ranks", daemon=True)
         self._thread.start()
@@ -119,15 +115,6 @@ class Ranks:
                 remote.on_death = partial(self._died, member.rank)
                 if remote.death is not None:  # before it could be told
                     self._died(member.rank, remote.death)
-
-    @property
-    def deliver(self) -> Callable[[Event], None] | None:
-        """Who hears the events. To be set before the first `submit`."""
-        return self._ledger.deliver
-
-    @deliver.setter
-    def deliver(self, deliver: Callable[[Event], None]) -> None:
-        self._ledger.deliver = deliver
 
     def on_first_layer(self, wake: Callable[[], None]) -> None:
         """Have `wake` called when the first layers of a load have arrived at a rank of this process."""
@@ -143,20 +130,13 @@ class Ranks:
 
     def submit(self, instructions: Iterable[Instruction]) -> None:
         """Begin jobs, cancel jobs. Does not block. Raises InvalidInput, or ResourceClosed, with nothing taken."""
-        asked = list(instructions)
-        for one in asked:
-            if isinstance(one, Job) and type(one) in _KINDS:
-                check_job(one, self._stores)
-            elif not isinstance(one, Cancel):
-                raise InvalidInput(f"not the executor's work: {one!r}")
-        numbers = [one.job for one in asked if isinstance(one, Job)]
+        asked = checked(instructions, self._stores)
         with self._ledger.lock:
             if self._closed:
                 raise ResourceClosed("the group is closed")
             if self._ledger.deliver is None:
                 raise InvalidInput("nobody would hear what becomes of a job: set `deliver` first")
-            if len(set(numbers)) < len(numbers) or not self._live.keys().isdisjoint(numbers):
-                raise InvalidInput(f"each job needs a number of its own: {numbers}")
+            require_new(asked, self._live)
             for one in asked:
                 if isinstance(one, Job):
                     self._begin(one)

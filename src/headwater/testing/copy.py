@@ -19,7 +19,7 @@ import torch
 
 from headwater.core.errors import InvalidCopy
 from headwater.layout.spec import KVLayout
-from headwater.transfer.device.arena import DeviceCache
+from headwater.transfer.device.arena import DeviceCache, find_planes
 
 Ids: TypeAlias = Sequence[int] | npt.NDArray[Any] | torch.Tensor
 
@@ -90,18 +90,6 @@ def check_rows(pages: torch.Tensor, payload_offset: int, num_bytes: int) -> None
         raise InvalidCopy(
             f"a payload of {num_bytes} bytes at offset {payload_offset} does not fit rows of {pages.shape[1]}"
         )
-
-
-def find_planes(cache: DeviceCache, layout: KVLayout) -> list[torch.Tensor]:
-    """The cache's rows for each plane of a layout, in its flat order; InvalidCopy where a plane is not the same."""
-    rows = cache.rows
-    found = []
-    for plane in layout.planes:
-        index = cache.layout.index(plane.role.name, plane.layer)
-        if cache.layout.planes[index] != plane:
-            raise InvalidCopy(f"the cache's plane is {cache.layout.planes[index]}, the page's {plane}")
-        found.append(rows[index])
-    return found
 
 
 def _ids(what: str, ids: Ids, end: int, *, unique: bool) -> torch.Tensor:
