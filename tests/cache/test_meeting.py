@@ -243,3 +243,29 @@ def test_what_was_to_be_loaded_whole_and_is_late_is_split_after_all() -> None:
     assert here.meets(guest)
     assert rows(here)[0][1] == 12, "what is left comes from its end"
     assert guest.num_done == 2
+
+
+def test_what_was_given_up_is_not_split() -> None:
+    here = slow_world(0.1)
+    guest = begin(here)
+    late = the(here, ev.Load)
+    here.give_up(guest)
+    here.end(late, ["hit"] * 2 + ["cancelled"] * 10)
+    here.check()
+    assert not here.meets(guest)
+    assert not rows(here)
+    assert guest.num_done == 2
+    here.close()
+
+
+def test_what_is_late_is_not_split_where_nobody_knows_what_computing_takes() -> None:
+    """Who comes to a row waits for it as long as computing it takes: for ever, or never."""
+    here = world(tier(), num_slots=40)
+    fill_store(here, "host", PROMPT)
+    guest = begin(here)
+    here.wait(5.0)
+    here.end(the(here, ev.Load), ["hit"] * 2 + ["late"] * 10, seconds=5.0)
+    here.check()
+    assert not here.meets(guest)
+    assert not rows(here)
+    here.close()

@@ -99,10 +99,10 @@ class WiredStaging(TorchStaging):
 
 
 class Rig(EngineRig):
-    """An engine on a slab."""
+    """An engine on a slab. What comes late is computed, and not loaded from its end: `test_meet.py` has that."""
 
     def __init__(self, model: Watched, planes: DeviceCache, staging: WiredStaging, cache: TieredCache) -> None:
-        super().__init__(model, planes, cache, step_tokens=CHUNK, num_answer=ANSWER)
+        super().__init__(model, planes, cache, step_tokens=CHUNK, num_answer=ANSWER, meets=False)
         self.model, self.staging = model, staging
 
     @property

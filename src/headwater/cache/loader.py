@@ -210,6 +210,7 @@ class Loader:
 
     def give_up(self, request: RequestRecord) -> None:
         """Load no more for a request. What is under way ends with an event, and its slots are not to be used before."""
+        request.may_meet = False
         self._give_up_front(request)
         self.meetings.give_up(request)
 

@@ -56,12 +56,15 @@ class Meetings:
     ) -> bool:
         """Load stored blocks from their end, if that pays. `head_s`: what passes before `start` can be computed.
 
-        `late`: loading them all took longer than it should have, so what was measured before is not asked.
+        `late`: loading them all took longer than it should have, so what was measured before is not asked. But nobody
+        would know when to wait no longer where computing was never measured.
         """
         parts = list(self._parts(request, start, end))
         if not parts:
             return False
         row_end = parts[0][2]
+        if late and self._cost.row_s(start, row_end) <= 0:
+            return False
         if not late and not split_pays(self._cost, self._seconds(parts[:1], now_s), start, row_end, head_s=head_s):
             return False
         if any(not tier.breakers[JobKind.LOAD].would_allow(now_s) for tier, _, _ in parts):
