@@ -20,6 +20,8 @@ from headwater.core.results import Reason
 from headwater.core.role import Role
 from headwater.disagg.outcome import Missing, Unsent
 from headwater.disagg.protocol import Tail, Ticket
+from headwater.engine.connector import Connector
+from headwater.engine.handoffs import Handoffs
 from headwater.engine.loader import load_model
 from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Computed, Model, Span
@@ -446,6 +448,30 @@ def test_the_next_turn_finds_the_answer_of_the_last(pair: tuple[Node, Node], alo
     expected = alone.ask(turn)
     assert expected.last.finish is again.last.finish is Finish.LENGTH
     assert again.tokens == expected.tokens
+
+
+@pytest.mark.fault("X27")
+def test_what_is_fetched_does_not_meet_what_the_cache_loads(
+    pair: tuple[Node, Node], alone: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X27: a ticket of another tensor-parallel size is no promise, so the cache began to load from the end, slowly.
+
+    The fetch went into the same slots, and what it brought was committed without a claim: the engine ended.
+    """
+    prefill, decode = pair
+    prompt = prompt_of(12 * BLOCK + 3)
+    expected = alone.ask(prompt)
+    ticket = prefill.send(prompt).ticket
+    monkeypatch.setattr(Handoffs, "is_promised", lambda *_: False)
+    monkeypatch.setattr(Connector, "measured", lambda *_: None)
+    decode.running.cache.pace(1.0, 0.0)
+    with decode.running.cache.still() as brain:
+        for tier in brain.tiers.values():
+            tier.loading.measured(brain.config.block_bytes, 1.0, time.monotonic())
+    taken = decode.take(ticket, prompt)
+    assert taken.last.finish is expected.last.finish is Finish.LENGTH
+    assert taken.tokens == expected.tokens
+    decode.until_free()
 
 
 def test_roles_are_kept(pair: tuple[Node, Node], alone: Node) -> None:

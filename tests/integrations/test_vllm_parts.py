@@ -1,6 +1,7 @@
 """The connector's parts that need no vLLM: options, tensors, identity, names of blocks, what others hear."""
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,6 +319,22 @@ def test_embeddings_are_never_cached() -> None:
     namer = Namer(_identity())
     assert namer.prompt(_request(prompt_embeds=object())) is None
     assert namer.prompt(_request(prompt_is_token_ids=[True, False])) is None
+
+
+@pytest.mark.fault("X25")
+def test_an_adapter_for_which_there_is_no_thread_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X25: a RuntimeError in vLLM's scheduler, and an adapter that was being read for ever."""
+    namer = Namer(_identity(), digest=lambda path: bytes(32))
+    lora = SimpleNamespace(lora_path="p", lora_int_id=1)
+
+    def nobody(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", nobody)
+        assert namer.prompt(_request(lora_request=lora)) is None
+    while namer.prompt(_request(lora_request=lora)) is None:
+        pass
 
 
 def test_an_adapter_that_cannot_be_read_is_never_cached(tmp_path: Path) -> None:

@@ -75,11 +75,13 @@ class Served:
         return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
     @contextmanager
-    def raw(self, body: dict[str, Any], path: str = "/v1/completions") -> Iterator[socket.socket]:
+    def raw(
+        self, body: dict[str, Any], path: str = "/v1/completions", *, headers: dict[str, str] | None = None
+    ) -> Iterator[socket.socket]:
         """A request on a bare socket; the answer is the caller's to read, or not to."""
         data = json.dumps(body).encode()
         signed = signature(self.url, path, data, who=self.who) if path.startswith("/pd/") else {}
-        more = "".join(f"{name}: {value}\r\n" for name, value in signed.items())
+        more = "".join(f"{name}: {value}\r\n" for name, value in {**signed, **(headers or {})}.items())
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{more}"
             f"Content-Length: {len(data)}\r\n\r\n"

@@ -53,7 +53,7 @@ def slow_configs(draw: st.DrawFn) -> CacheConfig:
 class MeetMachine(BrainMachine):
     """Everything that may happen to a brain, and much that happens in meetings."""
 
-    num_blocks: ClassVar[Counter[str]] = Counter()  # loaded and computed in meetings, of all runs; and late meetings: that there were any
+    num_blocks: ClassVar[Counter[str]] = Counter()  # loaded and computed in meetings, of all runs: that there were any
 
     @initialize(
         config=slow_configs(),
@@ -147,7 +147,7 @@ class MeetMachine(BrainMachine):
             good = dice.randint(0, num - 1)
             words = [Status.HIT] * good + [Status.LATE] * (num - good)
             self.world.end(errand, words, seconds=dice.choice((0.1, 1.0, 5.0)) * max(good, 1))
-        MeetMachine.num_blocks["late"] += self.world.meets(guest) and not met
+        MeetMachine.num_blocks["late meetings"] += self.world.meets(guest) and not met
 
     def paces(self, which: int, path: str, dice: random.Random) -> None:
         """Computing becomes faster or slower; stores do with every row."""

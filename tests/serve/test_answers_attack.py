@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headwater.disagg.headers import ATTEMPT, REQUEST_ID
 from headwater.engine.engine import Engine
 from headwater.engine.models.base import Model
 from headwater.engine.request import Finish, Output, Request, Sampling, TokenLogprob, Usage
@@ -207,6 +208,28 @@ def test_one_answer_is_not_behind_all_of_a_crowd(directory: Path, model: Model) 
             served.until(lambda: served.running.engine.num_requests == 200)
             assert served.post(COMPLETIONS, {"prompt": "c", "max_tokens": 1}).status_code == 200
             assert served.running.engine.num_requests > 150
+        served.until_free()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("X23")
+def test_names_that_clients_choose_stop_no_engine(directory: Path, model: Model) -> None:
+    """X23: two requests of one name in the engine's cache, which was refused there: in the engine's own thread."""
+    with serving(directory, model) as served:
+
+        def headers(attempt: str) -> dict[str, str]:
+            return {REQUEST_ID: "r", ATTEMPT: attempt}
+
+        body = {"prompt": "a" * 40, "n": 2, "max_tokens": 6000, "ignore_eos": True}
+        with served.raw(body, headers=headers("a")):
+            served.until(lambda: served.running.engine.num_requests == 2)
+            for attempt in ("a/0", "a/1", "a#0"):
+                found = served.post(COMPLETIONS, {"prompt": "b", "max_tokens": 1}, headers=headers(attempt))
+                assert found.status_code == 200, found.text
+            again = served.post(COMPLETIONS, {"prompt": "b", "max_tokens": 1}, headers=headers("a"))
+            assert again.status_code == 409
         served.until_free()
 
 

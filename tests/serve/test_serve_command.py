@@ -162,3 +162,11 @@ def test_a_tiny_model_is_made_once_and_whole(tmp_path: Path) -> None:
     (made[0] / "config.json").unlink()
     with pytest.raises(InvalidConfig, match="holds no model"):
         tiny_model(tmp_path / "base")
+
+
+@pytest.mark.fault("X24")
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_name_that_cannot_be_one_is_no_address(host: str) -> None:
+    """X24: UnicodeError, and a traceback for whoever mistyped."""
+    with pytest.raises(InvalidConfig, match="is no address to listen on"):
+        listen(host, 0)

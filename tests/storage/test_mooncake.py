@@ -776,3 +776,11 @@ def test_a_watch_sees_who_listens() -> None:
     watch.close()
     watch.close()
     assert not watch.up(1)
+
+
+@pytest.mark.fault("X24")
+def test_a_name_that_cannot_be_one_is_nobodys() -> None:
+    """X24: UnicodeError."""
+    assert not Watch("a..b", 1).up(1)
+    assert not nobody_listens("a..b", 1, 1)
+    assert "cannot be reached" in str(knock("a..b", 1, 1))

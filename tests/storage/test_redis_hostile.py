@@ -15,6 +15,7 @@ from headwater.core.errors import StoreUnavailable
 from headwater.core.results import Status
 from headwater.storage.base import Deadline, Store
 from headwater.storage.redis import RedisStore
+from headwater.storage.redis.lines import LineDown, _Resolver
 from headwater.storage.verified import VerifiedStore
 from headwater.testing.pages import IDENTITY, PLANE_BYTES, items, sample_chain
 from headwater.testing.stores import put, read, soon
@@ -219,6 +220,29 @@ def test_a_resolver_that_hangs_costs_the_deadline(monkeypatch: pytest.MonkeyPatc
         go_on.set()
     while any(thread.name == "headwater redis address" for thread in threading.enumerate()):
         time.sleep(0.01)
+
+
+@pytest.mark.fault("X24")
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "\udce9"])
+def test_a_name_that_cannot_be_one_is_no_server(host: str) -> None:
+    """X24: UnicodeError."""
+    with pytest.raises(StoreUnavailable, match="no Redis server answers"):
+        RedisStore(f"redis://{host}:6379", open_timeout_s=DEADLINE_S)
+
+
+@pytest.mark.fault("X25")
+def test_a_resolver_without_a_thread_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X25: a RuntimeError, and from then on everybody waited for an answer that nobody was looking for."""
+
+    def nobody(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = _Resolver("localhost", 6379)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", nobody)
+        with pytest.raises(LineDown, match="no address"):
+            resolver.find(soon())
+    assert resolver.find(soon())
 
 
 def test_a_value_that_is_too_long_is_read_past_and_not_kept() -> None:

@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from headwater.core.events import (
     Stuck,
 )
 from headwater.core.results import JOB_FAILURES, Reason, Status
-from headwater.layout.shard import Shard, parts
+from headwater.layout.shard import WHOLE, Shard, parts
 from headwater.storage.base import SYSTEM_CLOCK, Store
 from headwater.storage.memory import MemoryStore
 from headwater.testing.pages import IDENTITY
@@ -43,6 +44,8 @@ from headwater.transfer.ranks.group import Ranks
 from headwater.transfer.ranks.group_result import RankAnswer, agree, num_good
 from headwater.transfer.ranks.members import Member
 from headwater.transfer.ranks.roster import RankState
+from headwater.transfer.ranks.server import serve_rank
+from headwater.transfer.ranks.wire import Incoming, packed
 from machines.ranks import RankDevices, pages_of, thread_rank, whole_block
 from rank_kit import LAYOUTS, Group, Jobs, ScriptedExecutor, groups
 from worker_kit import PATIENCE_S, Gate, OddStore, key, keys, wait_until
@@ -987,3 +990,20 @@ def test_the_example_of_the_document_runs(capsys: pytest.CaptureFixture[str]) ->
         "TP 2: 6 blocks were there, {'pool': 96}",
         "TP 1: 6 blocks were there, {'pool_tp': 96}",
     ]
+
+
+@pytest.mark.fault("X25")
+def test_a_rank_without_a_thread_to_revive_a_store_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X25: a RuntimeError ended the rank's process."""
+    ours, theirs = socket.socketpair()
+
+    def nobody(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ours, theirs, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", nobody)
+        ours.sendall(packed({"revive": "host", "member": 0, "ask": 1}) + packed({"close": 1.0, "ask": 2}))
+        assert serve_rank(theirs, [Member(0, WHOLE, 0, ScriptedExecutor())], identity=bytes(32))
+        answers = Incoming()
+        assert answers.read(ours)
+        assert [one["is"] for one in answers.documents()] == [False, True]

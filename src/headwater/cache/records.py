@@ -101,7 +101,7 @@ class RequestRecord:
     base: int = -1  # blocks that were on the device when it reserved; -1: it has not
     own: list[int] = field(default_factory=list)  # slots of its blocks from `base` on; some may be known by now
     loads: list[JobRecord] = field(default_factory=list)  # in order of depth
-    load_end: int = 0  # blocks before this were worth loading
+    load_end: int = 0  # blocks before this were worth loading; behind it the engine may compute meanwhile
     broken: Reason | None = None  # why loading stopped
     num_loaded: dict[str, int] = field(default_factory=dict)  # blocks that were loaded, by store
     loaded_bytes: int = 0

@@ -38,7 +38,7 @@ def digest(brain: "Brain") -> str:
                 request.num_marks,
             ),
             *([request.meeting.facts()] if request.meeting is not None else []),
-            *(["may meet"] if request.may_meet else []),
+            *(["may meet", request.load_end] if request.may_meet else []),
             *([request.met, request.met_wait_s] if request.met or request.met_wait_s else []),
         ]
         for request in brain.requests.values()

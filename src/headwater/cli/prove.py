@@ -70,13 +70,20 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove that a cached answer equals a computed one, bit for bit, for every family and every way to a hit."""
+    if vllm and pd:
+        raise InvalidConfig("--pd and --vllm are two proofs: ask for one of them")
+    for option, value in (("--python", python), ("--only", only), ("--out", out)):
+        if value is not None and not vllm:
+            raise InvalidConfig(f"{option} is for --vllm")
+    if vllm and model is not None:
+        raise InvalidConfig("--vllm has models of its own: --only says which")
     if vllm:
         _verify_vllm(python or sys.executable, device=device, only=only, out=out, inject=inject, as_json=as_json)
         return
     from headwater.lab import verify as proof
 
     if pd:
-        _verify_pd(pool or "all", model=model, device=device, inject=inject, as_json=as_json)
+        _verify_pd("all" if pool is None else pool, model=model, device=device, inject=inject, as_json=as_json)
         return
     if pool is not None:
         raise InvalidConfig("--pool is for --pd: without it nothing goes through a pool")

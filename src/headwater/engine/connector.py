@@ -24,7 +24,7 @@ from headwater.cache.match import Match
 from headwater.core.events import Finished
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, block_keys
-from headwater.engine.request import Request, RequestPhase
+from headwater.engine.request import Request, RequestPhase, Taking
 
 _FORGET: Final = 0.9  # of what earlier steps said, at each new one
 _FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however few tokens it has
@@ -89,7 +89,7 @@ class Connector:
         """
         num_blocks = self._num_blocks(len(request.tokens) + 1)
         load = not request.computes_all
-        meet = self._meets and not promised
+        meet = self._meets and not isinstance(request.handoff, Taking)  # what does not come is fetched into its slots
         slots = self.cache.reserve(self._name(request), num_blocks, load=load, promised=promised, meet=meet)
         if slots is None:
             return False

@@ -174,7 +174,7 @@ class Output:
 class Request:
     """One request. Mutated by the engine's thread alone, except `cancelled`."""
 
-    name: str
+    name: str  # no other request of the engine has it
     prompt: list[int]
     sampling: Sampling
     listen: Callable[[Output], None]  # called from the engine's thread; must not block or raise

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from headwater.build import Running
@@ -67,7 +68,7 @@ class Arrival:
 
     @property
     def name(self) -> str:
-        """What the engine and its log call it."""
+        """What the engine and its log call its choices, with a number of their own behind."""
         return f"{self.request_id}/{self.attempt}"
 
     @property
@@ -99,6 +100,7 @@ class Service:
         self.stopping = False  # nothing new is taken
         self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0  # places that are taken: choices
+        self._numbers: Final = count()  # of what the engine is given
         max_tokens = running.engine.max_tokens
         max_chars = config.max_prompt_chars or max_tokens * running.tokenizer.longest_token
         reader: dict[str, Any] = {
@@ -281,7 +283,7 @@ class Service:
                         include_stop=asked.include_stop,
                         min_tokens=asked.min_tokens,
                     ),
-                    name=arrival.name if question.num_answers == 1 else f"{arrival.name}/{len(answer.choices)}",
+                    name=f"{arrival.name}/{next(self._numbers)}",  # clients choose the rest, and may choose the same
                     prompt=tokens,
                     sampling=self._sampling(asked, max_tokens, number),
                     salt=salt,

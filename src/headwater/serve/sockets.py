@@ -82,8 +82,8 @@ def listen(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     """A socket that listens; with `or_any` on a free port if that one is taken. Raises InvalidConfig."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise InvalidConfig(f"{host!r} is no address to listen on: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter for a name that cannot be looked up
+        raise InvalidConfig(f"{host!r} is no address to listen on: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -50,8 +50,8 @@ class OtelTracing:
         )
         self._tracer = self._provider.get_tracer("headwater", __version__)
         self._followed: dict[str, OtelSpan] = {}
-        for name in ("opentelemetry.exporter", "opentelemetry.sdk"):  # a line for each try would be all the log
-            logging.getLogger(name).setLevel(logging.ERROR)
+        for name in ("exporter", "sdk", "trace"):  # a line for each try, or each odd header, would be all the log
+            logging.getLogger(f"opentelemetry.{name}").setLevel(logging.ERROR)
 
     def begin(self, name: str, *, at_s: float, traceparent: str) -> "OtelSpan":
         """See `Tracing`."""

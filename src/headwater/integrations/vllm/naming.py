@@ -10,6 +10,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -104,9 +105,11 @@ class Namer:
         which = str(getattr(lora, "lora_path", "") or ""), int(lora.lora_int_id)
         with self._lock:
             if which not in self._adapters:
-                self._adapters[which] = None
-                threading.Thread(target=self._read, args=(which,), name="headwater adapter", daemon=True).start()
-            return self._adapters[which] or None
+                reading = threading.Thread(target=self._read, args=(which,), name="headwater adapter", daemon=True)
+                with suppress(RuntimeError):  # the machine has no more: the next request tries again
+                    reading.start()
+                    self._adapters[which] = None
+            return self._adapters.get(which) or None
 
     def _read(self, which: tuple[str, int]) -> None:
         try:

@@ -36,7 +36,7 @@ class Watch:
                 return False
             try:
                 self._line = socket.create_connection(self.where, timeout=timeout_s)
-            except OSError:
+            except (OSError, UnicodeError):  # the latter for a name that cannot be looked up, here and below
                 return False
             self._line.settimeout(0)
             self.num_lines += 1
@@ -66,7 +66,7 @@ def nobody_listens(host: str, port: int, timeout_s: float) -> bool:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return False
 
@@ -77,7 +77,7 @@ def knock(host: str, port: int, timeout_s: float) -> str | None:
         line = socket.create_connection((host, port), timeout=timeout_s)
     except ConnectionRefusedError:
         return f"nobody listens at {host}:{port}"
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return f"{host}:{port} cannot be reached ({error})"
     with line:
         try:

@@ -210,13 +210,16 @@ class _Resolver:
         """The addresses, as they are now. Blocks until the deadline at most. Raises RedisError."""
         try:
             return self._ask(socket.AI_NUMERICHOST)
-        except OSError:
-            pass  # it is a name
+        except (OSError, UnicodeError):
+            pass  # it is a name, or none
         with self._changed:
             before = self._num_asked
             if not self._asking:
+                try:
+                    threading.Thread(target=self._serve, name="headwater redis address", daemon=True).start()
+                except RuntimeError as error:  # the machine has no more: the next call tries again
+                    raise LineDown(f"no address of {self._host}: {error}") from error
                 self._asking = True
-                threading.Thread(target=self._serve, name="headwater redis address", daemon=True).start()
             if not self._changed.wait_for(lambda: self._num_asked > before, deadline.remaining_s):
                 raise LineLate(f"no address of {self._host} in time")
             if isinstance(self._found, RedisError):

@@ -82,7 +82,11 @@ class _RankServer:
             elif "revive" in document:
                 # In a thread: it may take seconds, and jobs go on meanwhile.
                 revive = partial(self._revive, self._member(document), document["revive"], document["ask"])
-                threading.Thread(target=revive, name="headwater revive", daemon=True).start()
+                try:
+                    threading.Thread(target=revive, name="headwater revive", daemon=True).start()
+                except RuntimeError as error:  # the machine has no more: jobs go on, and it can be asked again
+                    log.warning("%s was not put right: %s", document["revive"], error)
+                    self._answer(document["ask"], answer=False)
             elif "close" in document:
                 ended = self._close(float(document["close"]))
                 self._answer(document["ask"], ended)
