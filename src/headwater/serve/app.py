@@ -3,7 +3,8 @@
 `/health` and the dashboard's page are open to everybody; all else wants the API key, where there is one
 (`middleware.py`), or the fleet's signature. A node that listens beyond this machine and has no API key answers its
 routers alone. What happens to a request that generates is in `service.py` and `generate.py`, what routers ask for in
-`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`.
+`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`, why
+requests missed in `explain.py`.
 """
 
 import asyncio
@@ -11,13 +12,15 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from headwater.config.checks import is_loopback
+from headwater.config.serve import ExplainLevel
 from headwater.core.errors import InvalidInput, needs_extra
-from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL
+from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL, REQUESTS
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
 from headwater.serve.board import node_snapshot
-from headwater.serve.dashboard import PATHS, Dashboard
+from headwater.serve.dashboard import PATHS, Dashboard, require_own
 from headwater.serve.errors import ApiError
+from headwater.serve.explain import Explainer
 from headwater.serve.fleet_guard import FleetGuard
 from headwater.serve.generate import Generate
 from headwater.serve.limits import SMALL_BYTES
@@ -34,7 +37,7 @@ with needs_extra("serve"):
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-_PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
+_PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, REQUESTS, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
 
 
 def create_app(service: Service) -> Starlette:
@@ -59,6 +62,17 @@ def create_app(service: Service) -> Starlette:
             except InvalidInput as error:
                 raise errors.invalid("what", str(error)) from error
         return JSONResponse(found.document())
+
+    async def requests(http: Request) -> Response:
+        """The last requests, and what they hit and missed."""
+        require_own(http)
+        return JSONResponse(await run_in_threadpool(explainer.listed, http.query_params.get("limit")))
+
+    async def request(http: Request) -> Response:
+        """Why one of them did."""
+        require_own(http)
+        async with explaining:  # each takes a core's time: one after another
+            return JSONResponse(await run_in_threadpool(explainer.explained, http.path_params["name"]))
 
     async def metrics(http: Request) -> Response:
         running.cache.gauges()
@@ -91,7 +105,13 @@ def create_app(service: Service) -> Starlette:
         return JSONResponse(progress)
 
     started_s = int(config.model.stat().st_mtime)
-    reviving = asyncio.Lock()
+    reviving, explaining = asyncio.Lock(), asyncio.Lock()
+    explainer = Explainer(
+        running.cache,
+        block_tokens=running.engine.model.block_tokens,
+        level=ExplainLevel(config.explain or ExplainLevel.BLOCKS),
+        decode=running.tokenizer.decode,
+    )
     board = Dashboard(
         lambda: node_snapshot(service),
         limits=service.limits,
@@ -103,6 +123,8 @@ def create_app(service: Service) -> Starlette:
         Route(HEALTH, health),
         Route(METRICS, metrics),
         Route(REVIVE, revival, methods=["POST"]),
+        Route(REQUESTS, requests),
+        Route(REQUESTS + "/{name:path}", request),
         Route(MODELS, models),
         Route(MODELS + "/{name:path}", model),
         Route(PREFILL, Prefill(service), methods=["POST"]),
