@@ -83,7 +83,7 @@ class Whys:
 
     def left(self, request: RequestRecord, now_s: float) -> None:
         """A request leaves. It still has its hold, and its meeting is over."""
-        rows = () if request.ready_s is None else tuple(_limited(list(_whole(request))))
+        rows = () if request.ready_s is None else tuple(_limited(_joined(_whole(request))))
         self.explained = Explanation(
             request=request.request,
             tenant=request.tenant,
@@ -110,6 +110,17 @@ def _whole(request: RequestRecord) -> Iterator[Why]:
         at = row.end
     if at < request.num_prompt:
         yield Why(at, request.num_prompt, "", Reason.COMPUTED_MEANWHILE)
+
+
+def _joined(rows: Iterator[Why]) -> list[Why]:
+    """Rows that were loaded one after another are one, where there is nothing else to say of them."""
+    found: list[Why] = []
+    for row in rows:
+        if found and found[-1][2:] == row[2:]:
+            found[-1] = found[-1]._replace(end=row.end)
+        else:
+            found.append(row)
+    return found
 
 
 def _limited(rows: list[Why]) -> list[Why]:

@@ -83,7 +83,8 @@ class Explainer:
             facts["for"] = _called(facts["for"])
         why: Reason | TextReason = row.reason
         if why is Reason.NEVER_STORED:
-            why, facts = self._compared(one, row, known)
+            why, compared = self._compared(one, row, known)
+            facts |= compared
         return {**place, "why": why.value, "counted_as": row.reason.value, "tier": row.tier or None, "facts": facts}
 
     def _compared(
