@@ -151,7 +151,7 @@ for module in sys.argv[1:]:
 
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    names = "chaos|check|demo|doctor|ls|make-model|pd|purge|replay|router|serve|verify"
+    names = "chaos|check|demo|doctor|explain|ls|make-model|pd|purge|replay|router|serve|verify"
     for command in sorted(set(re.findall(rf"\bheadwater ({names}|bench \w+|pool \w+)\b", text))):
         assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
     modules = sorted(set(re.findall(r"python -m (headwater[\w.]+)", text)))
