@@ -177,7 +177,7 @@ class Stage:
         names = self.random.sample(("weights", "adapter", "tokenizer", "quantisation"), self.random.randrange(1, 3))
         number = self.random.randrange(1 << 30)
         values = {name: hashlib.sha256(b"%d" % number).digest() for name in names}
-        told = {name: value.hex()[:12] for name, value in values.items()}
+        told = {name: value.hex()[:8] for name, value in values.items()}
         changed: dict[str, Any] = dict(values)
         if "quantisation" in names:
             changed["quantisation"] = told["quantisation"] = f"scheme {number}"

@@ -19,9 +19,13 @@ from headwater.cache.explanations import TextReason
 from headwater.cli import app
 from headwater.config.serve import ExplainLevel, ServeConfig
 from headwater.core.errors import InvalidConfig
+from headwater.core.events import NO_TENANT
 from headwater.core.keys import block_keys
 from headwater.core.results import MISS_REASONS
+from headwater.engine.loader import find_device, plan_model
+from headwater.engine.make_model import make_model
 from headwater.engine.models.base import Model
+from headwater.storage.base import Deadline
 from headwater.storage.local import LocalStore
 from router_kit import world
 from serve_kit import WAIT_S, Served, directory, model, serving
@@ -122,6 +126,50 @@ def test_what_only_the_disk_has_and_what_is_wrong_there(directory: Path, model: 
         assert (loaded["from"], loaded["blocks"]) == ("disk", [0, 2])
         assert (row["why"], row["tier"], row["blocks"]) == ("corrupt", "disk", [2, 4])
         assert row["facts"] == {"found": "corrupt", "block": 2}
+
+
+def test_what_the_disk_has_of_another_identity(directory: Path, model: Model, tmp_path: Path) -> None:
+    disk: dict[str, Any] = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
+    with serving(directory, model, num_blocks=64, **disk) as here:
+        here.complete(prompt(1), max_tokens=2)
+        assert here.running.cache.drain(WAIT_S)
+    make_model("llama", tmp_path / "other", seed=1)
+    plans = [plan_model(tmp_path / "other", dtype=None, kv="auto", block_tokens=size) for size in (BLOCK, 2 * BLOCK)]
+    for plan, places in zip(plans, ([0, 4], [0, 2]), strict=True):
+        other = plan.load(find_device("cpu"))
+        size = other.block_tokens
+        options: dict[str, Any] = {"num_blocks": 64, "block_tokens": size, "explain": "blocks", **disk}
+        with serving(tmp_path / "other", other, **options) as here:
+            (row,) = ask(here, prompt(size))
+            assert (row["why"], row["facts"]) == ("never_stored", {})
+            (row,) = ask(here, prompt(1), cache_salt="salted")
+            assert (row["why"], row["facts"]) == ("never_stored", {}), "who has a salt is not told of others"
+            (row,) = ask(here, prompt(1))
+            assert (row["why"], row["counted_as"], row["blocks"]) == ("another_identity", "never_stored", places)
+            assert row["facts"]["tier"] == "disk"
+            short = model.identity.in_short()
+            if size == BLOCK:
+                assert row["facts"]["differs_in"] == {"weights": short["weights"]}
+            else:  # nearer than the first model are the same weights in smaller blocks
+                assert set(row["facts"]["differs_in"]) == {"layout", "block_tokens"}
+                assert row["facts"]["differs_in"]["block_tokens"] == str(BLOCK)
+            assert here.running.cache.drain(WAIT_S)
+
+
+def test_of_pages_that_nobody_labelled_the_identity_is_told(directory: Path, model: Model, tmp_path: Path) -> None:
+    disk: dict[str, Any] = {"disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20}
+    with serving(directory, model, num_blocks=64, **disk) as here:
+        here.complete(prompt(1), max_tokens=2)
+        assert here.running.cache.drain(WAIT_S)
+        store = here.running.stores["disk"]
+        assert isinstance(store, LocalStore)
+        store.label(model.identity.digest, NO_TENANT, "somebody", deadline=Deadline.after(WAIT_S))
+    make_model("llama", tmp_path / "other", seed=1)
+    other = plan_model(tmp_path / "other", dtype=None, kv="auto", block_tokens=BLOCK).load(find_device("cpu"))
+    with serving(tmp_path / "other", other, num_blocks=64, **disk) as here:
+        (row,) = ask(here, prompt(1))
+        assert row["why"] == "another_identity"
+        assert row["facts"] == {"differs_in": {"identity": model.identity.digest.hex()[:8]}, "tier": "disk"}
 
 
 def test_a_brain_that_failed(here: Served) -> None:

@@ -14,14 +14,14 @@ import enum
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from headwater.cache.records import Facts, Why
 from headwater.cache.whys import Explanation
-from headwater.core.identity import CacheIdentity
+from headwater.core.identity import CacheIdentity, differences
 from headwater.core.results import Reason
 
 MOST: Final = 10_000
@@ -124,7 +124,7 @@ def compare(
         if num_same >= need and same_identity and salted is None:
             salted = Compared(reason=TextReason.ANOTHER_SALT)
         elif num_same >= need and same_salt and foreign is None:
-            found = dict(_differences(mine.identity, text.identity))
+            found = differences(mine.identity.in_short(), text.identity.in_short())
             foreign = Compared(reason=TextReason.ANOTHER_IDENTITY, nearest=other.request, fields=found)
         elif same_identity and same_salt and longest < num_same < need:
             longest = num_same
@@ -156,14 +156,6 @@ def _num_same(tokens: "array[int]", others: "array[int]", stored: int) -> int:
     same = np.frombuffer(tokens, np.uint32, num) == np.frombuffer(others, np.uint32, num)
     at = int(same.argmin())
     return num if same[at] else at
-
-
-def _differences(one: CacheIdentity, other: CacheIdentity) -> Iterator[tuple[str, str]]:
-    """Fields of two identities that differ, and what the other has there; digests in short."""
-    for field in fields(one):
-        value: Any = getattr(other, field.name)
-        if field.name != "salt" and value != getattr(one, field.name):
-            yield field.name, value.hex()[:12] if isinstance(value, bytes) else str(value)
 
 
 def _num_bytes(text: Text) -> int:

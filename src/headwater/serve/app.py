@@ -9,6 +9,7 @@ requests missed in `explain.py`.
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 from headwater.config.checks import is_loopback
@@ -22,6 +23,7 @@ from headwater.serve.dashboard import PATHS, Dashboard, require_own
 from headwater.serve.errors import ApiError
 from headwater.serve.explain import Explainer
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.foreign import find_foreign
 from headwater.serve.generate import Generate
 from headwater.serve.limits import SMALL_BYTES
 from headwater.serve.middleware import application, prometheus
@@ -111,6 +113,7 @@ def create_app(service: Service) -> Starlette:
         block_tokens=running.engine.model.block_tokens,
         level=ExplainLevel(config.explain or ExplainLevel.BLOCKS),
         decode=running.tokenizer.decode,
+        find_foreign=partial(find_foreign, running.stores),
     )
     board = Dashboard(
         lambda: node_snapshot(service),

@@ -14,20 +14,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from headwater.cache.explanations import LEAST_SHARED, Explained, TextReason, compare
+from headwater.cache.explanations import LEAST_SHARED, Explained, Text, TextReason, compare
 from headwater.cache.records import Why
 from headwater.config.serve import ExplainLevel
+from headwater.core.events import NO_TENANT
 from headwater.core.results import Reason
 from headwater.disagg.headers import REQUESTS
 from headwater.serve import errors
 from headwater.serve.ask_server import ask_server
 from headwater.serve.errors import ApiError
+from headwater.storage.base import Deadline
 
 if TYPE_CHECKING:
     from headwater.cache.cache import TieredCache
 
 _MOST_LISTED: Final = 1000
 _MOST_SHOWN: Final = 64  # of one id: choices, and what was preempted
+_FOREIGN_S: Final = 2.0  # for local stores to be looked through
 _AROUND: Final = 16  # tokens that are shown before and behind a place
 
 
@@ -35,12 +38,20 @@ class Explainer:
     """Makes documents of a cache's explanations. Its methods take a while, where many requests are known."""
 
     def __init__(
-        self, cache: "TieredCache", *, block_tokens: int, level: ExplainLevel, decode: Callable[[Sequence[int]], str]
+        self,
+        cache: "TieredCache",
+        *,
+        block_tokens: int,
+        level: ExplainLevel,
+        decode: Callable[[Sequence[int]], str],
+        find_foreign: Callable[[Text, int, Deadline], dict[str, Any] | None] = lambda text, start, deadline: None,
     ) -> None:
+        """`find_foreign`: whether a block of a text is stored under another identity (`foreign.py`)."""
         self._cache = cache
         self._block_tokens = block_tokens
         self._level = level
         self._decode = decode
+        self._find_foreign = find_foreign
 
     def listed(self, limit: str | None) -> dict[str, Any]:
         """The newest requests. Raises ApiError for a limit that is none."""
@@ -60,18 +71,21 @@ class Explainer:
         if not found:
             message = f"no request {errors.shown(name)} is among the last {len(known)} that are over"
             raise ApiError(404, message, code="not_found")
-        return {"format": 1, "id": name, "requests": [self._document(one, known, now_s) for one in found]}
+        until = Deadline.after(_FOREIGN_S)  # for all of them together
+        return {"format": 1, "id": name, "requests": [self._document(one, known, now_s, until) for one in found]}
 
-    def _document(self, one: Explained, known: Sequence[Explained], now_s: float) -> dict[str, Any]:
+    def _document(self, one: Explained, known: Sequence[Explained], now_s: float, until: Deadline) -> dict[str, Any]:
         text = one.text
         return {
             **_summary(one, now_s),
             "block_tokens": self._block_tokens,
             "prompt_tokens": None if text is None else text.num_prompt,
-            "rows": [self._row(one, row, known, now_s) for row in one.explanation.rows],
+            "rows": [self._row(one, row, known, now_s, until) for row in one.explanation.rows],
         }
 
-    def _row(self, one: Explained, row: Why, known: Sequence[Explained], now_s: float) -> dict[str, Any]:
+    def _row(
+        self, one: Explained, row: Why, known: Sequence[Explained], now_s: float, until: Deadline
+    ) -> dict[str, Any]:
         size = self._block_tokens
         place = {"blocks": [row.start, row.end], "tokens": [row.start * size, row.end * size]}
         if row.reason is None:
@@ -83,25 +97,30 @@ class Explainer:
             facts["for"] = _called(facts["for"])
         why: Reason | TextReason = row.reason
         if why is Reason.NEVER_STORED:
-            why, compared = self._compared(one, row, known)
+            why, compared = self._compared(one, row, known, until)
             facts |= compared
         return {**place, "why": why.value, "counted_as": row.reason.value, "tier": row.tier or None, "facts": facts}
 
     def _compared(
-        self, one: Explained, row: Why, known: Sequence[Explained]
+        self, one: Explained, row: Why, known: Sequence[Explained], until: Deadline
     ) -> tuple[Reason | TextReason, dict[str, Any]]:
-        if one.text is None:
+        text = one.text  # which may be forgotten meanwhile
+        if text is None:
             return Reason.NEVER_STORED, {"text": "not known any more"}
         whole = self._level is ExplainLevel.BLOCKS
         least = self._block_tokens if whole else LEAST_SHARED
         found = compare(one, row, known, least_shared=least, salts=not whole)
+        if found.reason in (Reason.NEVER_STORED, TextReason.TEXT_DIFFERS) and one.explanation.tenant == NO_TENANT:
+            foreign = self._find_foreign(text, row.start, until)
+            if foreign is not None:
+                return TextReason.ANOTHER_IDENTITY, foreign
         facts: dict[str, Any] = {} if found.fields is None else {"differs_in": dict(found.fields)}
         if found.token >= 0 and not whole:
             facts["token"] = found.token
         if found.token >= 0 and self._level is ExplainLevel.TEXT:
-            tokens, at = one.text.tokens, found.token
+            tokens, at = text.tokens, found.token
             facts["before"] = self._decode(tokens[max(0, at - _AROUND) : at])
-            facts["after"] = self._decode(tokens[at : min(at + _AROUND, one.text.num_prompt)])
+            facts["after"] = self._decode(tokens[at : min(at + _AROUND, text.num_prompt)])
         if found.nearest and not whole:
             facts["nearest"] = _called(found.nearest)
         return found.reason, facts

@@ -15,7 +15,7 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor
@@ -40,11 +40,12 @@ class _Engine:
     """A connector that computes nothing."""
 
     def __init__(self, num_tokens: int) -> None:
-        sizes: dict[str, Any] = {"num_slots": 64 * num_tokens // _BLOCK_TOKENS, "block_tokens": _BLOCK_TOKENS, "block_bytes": 1}
-        self.cache = TieredCache(Brain(CacheConfig(**sizes)), NoExecutor(), clock=SYSTEM_CLOCK)
+        num_slots = 64 * num_tokens // _BLOCK_TOKENS
+        config = CacheConfig(num_slots=num_slots, block_tokens=_BLOCK_TOKENS, block_bytes=1)
+        self.cache = TieredCache(Brain(config), NoExecutor(), clock=SYSTEM_CLOCK)
         self.connector = Connector(self.cache, _IDENTITY)
         self._num_tokens = num_tokens
-        self._dice = random.Random(1)  # noqa: S311
+        self._dice = random.Random(1)  # noqa: S311  no secret
         self._known = self._text()
 
     def _text(self) -> list[int]:
