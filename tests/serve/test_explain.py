@@ -272,6 +272,21 @@ def test_the_command(here: Served) -> None:
     assert (missing.exit_code, "no request 'nobody'" in missing.stderr) == (1, True), missing.stderr
 
 
+@pytest.mark.parametrize("answer", [{}, [], {"format": 2, "requests": []}, None])
+def test_what_is_no_server_of_ours_is_one_line(answer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.serve.explain.ask_server", lambda *_, **__: answer)
+    for words in (["--last"], ["some-id"]):
+        shown = CliRunner().invoke(app, ["explain", *words])
+        assert (shown.exit_code, "has no explanations" in shown.stderr) == (1, True)
+
+
+def test_without_a_cache_nobody_is_said_to_have_another_salt(directory: Path, model: Model) -> None:
+    with serving(directory, model, num_blocks=64, cache=False) as here:
+        ask(here, prompt(1))
+        (row,) = ask(here, prompt(1))
+        assert (row["why"], row["facts"]) == ("never_stored", {})
+
+
 def test_a_router_says_who_knows() -> None:
     with world() as here:
         node = here.add("m1", "mixed")

@@ -111,7 +111,7 @@ def create_app(service: Service) -> Starlette:
     explainer = Explainer(
         running.cache,
         block_tokens=running.engine.model.block_tokens,
-        level=ExplainLevel(config.explain or ExplainLevel.BLOCKS),
+        level=config.explain if config.explain and config.cache else ExplainLevel.BLOCKS,  # else all salts differ
         decode=running.tokenizer.decode,
         find_foreign=partial(find_foreign, running.stores),
     )

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from headwater.cache.explanations import LEAST_SHARED, Explained, Text, TextReason, compare
 from headwater.cache.records import Why
 from headwater.config.serve import ExplainLevel
+from headwater.core.errors import HeadwaterError
 from headwater.core.events import NO_TENANT
 from headwater.core.results import Reason
 from headwater.disagg.headers import REQUESTS
@@ -155,10 +156,16 @@ def _is_called(one: Explained, name: str) -> bool:
 
 def ask_to_explain(url: str, request: str | None, *, key: str | None, timeout_s: float = 30.0) -> dict[str, Any]:
     """The document of a request, None: of the last one, of the server at a URL. Blocks. Raises HeadwaterError."""
+
+    def ask(path: str) -> dict[str, Any]:
+        found = ask_server(url, path, key=key, timeout_s=timeout_s)
+        if not isinstance(found, dict) or found.get("format") != 1:
+            raise HeadwaterError(f"what answers at {url} has no explanations that this version reads")
+        return found
+
     if request is None:
-        listed = ask_server(url, f"{REQUESTS}?limit=1", key=key, timeout_s=timeout_s)["requests"]
+        listed = ask(f"{REQUESTS}?limit=1")["requests"]
         if not listed:
             return {"format": 1, "id": "", "requests": []}
         request = listed[0]["id"]
-    found: dict[str, Any] = ask_server(url, f"{REQUESTS}/{quote(request, safe='')}", key=key, timeout_s=timeout_s)
-    return found
+    return ask(f"{REQUESTS}/{quote(request, safe='')}")

@@ -4,7 +4,7 @@ After a restart with other settings a directory is full and yet has nothing. Ser
 identity is in short (a label, `build/engine.py`; `headwater ls` shows it); whoever looks for a prompt under that
 identity can say which fields differ. Pools do not tell whose pages they have.
 
-Reads a store's whole index, twice for each identity at most, in the thread of who asks; what is not found in time is not known.
+Reads a store's whole index, twice for each identity at most; what is not found in time is not known.
 """
 
 from collections.abc import Mapping
