@@ -206,13 +206,14 @@ def test_it_is_behind_the_key_and_for_no_other_site(directory: Path, model: Mode
         for path in ("/admin/requests", f"/admin/requests/{quote(name, safe='')}"):
             assert here.get(path).status_code == 401
             assert here.get(path, headers={**key, "sec-fetch-site": "cross-site"}).status_code == 403
-            assert here.get(path, headers=key).status_code == 200
+            found = here.get(path, headers=key)
+            assert (found.status_code, found.headers["cache-control"]) == (200, "no-store")
             assert here.post(path, {}, headers=key).status_code == 405
         for limit in ("0", "1001", "-1", "many", "1.5"):
             assert here.get(f"/admin/requests?limit={limit}", headers=key).json()["error"]["param"] == "limit"
         assert explain(here, "nobody", headers=key).json()["error"]["code"] == "not_found"
-        found = CliRunner().invoke(app, ["explain", name, "--url", here.url, "--api-key", "s3cret"])
-        assert (found.exit_code, "never stored" in found.stdout) == (0, True), found.stderr
+        shown = CliRunner().invoke(app, ["explain", name, "--url", here.url, "--api-key", "s3cret"])
+        assert (shown.exit_code, "never stored" in shown.stdout) == (0, True), shown.stderr
         assert here.running.metrics.value("http_requests_total", endpoint="/admin/requests", status="200") == 3
 
 

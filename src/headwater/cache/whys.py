@@ -9,6 +9,7 @@ Invariants:
 - There are at most `MOST_ROWS` of a request, and as many notes of evicted blocks as the index has ghosts.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -56,7 +57,7 @@ class Whys:
         self._limit = 0 if index is None else index.ghosts.limit
         self._policy = policy
         self._tiers = tiers
-        self._evictions: dict[BlockKey, Eviction] = {}  # who left longest ago first
+        self._evictions: OrderedDict[BlockKey, Eviction] = OrderedDict()  # who left longest ago first
 
     def __len__(self) -> int:
         """Evicted blocks that are remembered."""
@@ -68,10 +69,10 @@ class Whys:
         for victim in victims:
             if victim.stored != last.stored:
                 last = last._replace(stored=victim.stored)
-            evictions.pop(victim.key, None)
             evictions[victim.key] = last
+            evictions.move_to_end(victim.key)
         while len(evictions) > self._limit:
-            del evictions[next(iter(evictions))]
+            evictions.popitem(last=False)
 
     def eviction(self, key: BlockKey) -> Facts:
         """What is known of how a block left the device; nothing, if that is not remembered."""

@@ -40,6 +40,7 @@ with needs_extra("serve"):
     from starlette.routing import Route
 
 _PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, REQUESTS, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
+_NOT_KEPT: Final = {"Cache-Control": "no-store"}
 
 
 def create_app(service: Service) -> Starlette:
@@ -68,13 +69,15 @@ def create_app(service: Service) -> Starlette:
     async def requests(http: Request) -> Response:
         """The last requests, and what they hit and missed."""
         require_own(http)
-        return JSONResponse(await run_in_threadpool(explainer.listed, http.query_params.get("limit")))
+        found = await run_in_threadpool(explainer.listed, http.query_params.get("limit"))
+        return JSONResponse(found, headers=_NOT_KEPT)
 
     async def request(http: Request) -> Response:
         """Why one of them did."""
         require_own(http)
         async with explaining:  # each takes a core's time: one after another
-            return JSONResponse(await run_in_threadpool(explainer.explained, http.path_params["name"]))
+            found = await run_in_threadpool(explainer.explained, http.path_params["name"])
+        return JSONResponse(found, headers=_NOT_KEPT)
 
     async def metrics(http: Request) -> Response:
         running.cache.gauges()

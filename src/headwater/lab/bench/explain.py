@@ -21,11 +21,16 @@ from headwater.cache.cache import TieredCache
 from headwater.cache.executor import NoExecutor
 from headwater.cache.explanations import MOST, Explanations, Text
 from headwater.cache.state import Brain
+from headwater.cache.whys import Whys
 from headwater.config.cache import CacheConfig
 from headwater.config.serve import ExplainLevel
 from headwater.core.identity import CacheIdentity, config_digest
+from headwater.core.keys import BlockKey
 from headwater.engine.connector import Connector
 from headwater.engine.request import Request, Sampling
+from headwater.index.base import Victim
+from headwater.index.radix import RadixIndex
+from headwater.policy import policy_by_name
 from headwater.serve.explain import Explainer
 from headwater.storage.base import SYSTEM_CLOCK
 
@@ -81,6 +86,25 @@ def _us(call: Callable[[], object]) -> float:
     return statistics.median(taken) * 1e6
 
 
+def evictions(num_blocks: int, together: int) -> tuple[float, float]:
+    """Microseconds and bytes of each evicted block that is remembered, where so many leave together."""
+    index = RadixIndex(policy_by_name("lru"), block_bytes=1, num_ghosts=num_blocks)
+    whys = Whys(index, "lru", {})
+    rows = [
+        [Victim(BlockKey(number.to_bytes(32)), 0, 0, 0, 0.0, 0) for number in range(at, at + together)]
+        for at in range(0, 2 * num_blocks, together)
+    ]
+    tracemalloc.start()
+    for at, row in enumerate(rows):
+        whys.evicted(row, "req", float(at))
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    begin_s = time.perf_counter()
+    for at, row in enumerate(rows):
+        whys.evicted(row, "req", float(at))
+    return (time.perf_counter() - begin_s) / (2 * num_blocks) * 1e6, num_bytes / num_blocks
+
+
 def measure(num_tokens: int, num_requests: int) -> dict[str, float]:
     """All figures, for prompts of so many tokens."""
     engine = _Engine(num_tokens)
@@ -114,6 +138,8 @@ def measure(num_tokens: int, num_requests: int) -> dict[str, float]:
     look_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     asking.listed(None)
+    list_s = time.perf_counter() - begin_s
+    evicted_us, evicted_bytes = evictions(1 << 16, 16)
     return {
         "tokens": num_tokens,
         "requests_known": min(num_requests, MOST),
@@ -122,8 +148,10 @@ def measure(num_tokens: int, num_requests: int) -> dict[str, float]:
         "text_us": text_us,
         "request_us": left_us + add_us + text_us,
         "request_bytes": (after - before) / min(num_requests, MOST),
+        "evicted_block_us": evicted_us,
+        "evicted_block_bytes": evicted_bytes,
         "explain_ms": look_s * 1e3,
-        "list_ms": (time.perf_counter() - begin_s) * 1e3,
+        "list_ms": list_s * 1e3,
     }
 
 
