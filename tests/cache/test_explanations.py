@@ -13,6 +13,7 @@ from explain_kit import BLOCK, IDENTITY, Stage
 from headwater.cache.explanations import Compared, Explained, Explanations, Text, TextReason, compare
 from headwater.cache.records import Why
 from headwater.cache.whys import MOST_ROWS, Explanation, _limited
+from headwater.core import events as ev
 from headwater.core.results import Reason
 
 ROW = Why(0, 2, "", Reason.NEVER_STORED)
@@ -90,6 +91,25 @@ def test_a_block_that_was_forgotten_among_the_ghosts() -> None:
         stage.live(stage.text(8))
     row = stage.explained(stage.live(tokens))[-1]
     assert (row["why"], row["counted_as"]) == ("evicted", "never_stored"), "it was here, and nobody knows when it left"
+
+
+def test_who_left_early_and_who_came_back() -> None:
+    stage = Stage(5)
+    request = stage.begin(stage.text(2))
+    stage.connector.release(request)
+    (one,) = stage.explainer.explained(request.name)["requests"]
+    assert (one["outcome"], one["rows"], one["hit_blocks"], one["misses"]) == ("left_early", [], 0, {})
+    first = stage.begin(stage.text(2))
+    stage.end(ev.Probe)
+    assert stage.connector.admit(first)
+    stage.connector.release(first)  # preempted, with nothing computed
+    first.preemptions = 1
+    stage.connector.ask(first, stage.clock.monotonic())
+    assert stage.connector.admit(first)
+    stage.finish(first)
+    found = stage.explainer.explained(first.name)["requests"]
+    assert [(one["id"], one["outcome"]) for one in found] == [(first.name, "resumed"), (first.name, "served")]
+    assert found[0]["rows"][0]["why"] == "too_late", "nobody waited for the store"
 
 
 def test_rows_that_are_too_many_are_told_in_the_last() -> None:
