@@ -29,6 +29,7 @@ def test_anything_may_happen_in_a_meeting() -> None:
         settings=settings(max_examples=600 if nightly else 60, stateful_step_count=60 if nightly else 30),
     )
     assert min(MeetMachine.num_blocks[how] for how in ("meetings", "loaded", "computed")) > 50, MeetMachine.num_blocks
+    assert MeetMachine.num_blocks["late"] > 5, "loads that were late met too rarely"
 
 
 @given(base_s=seconds, slope_s=seconds, head_s=seconds, block_s=seconds, lag_s=seconds, start=st.integers(0, 9),
@@ -133,16 +134,22 @@ def test_what_is_promised_is_loaded_whole() -> None:
     here.close()
 
 
-def test_what_a_fast_store_has_comes_first_and_the_rest_meets() -> None:
-    here = world(tier("host"), tier("disk"), num_slots=40, compute_base_s=1.0)
-    for name, path, seconds in (("host", "8", 0.01), ("disk", "9", 1.0)):
+def fast_then_slow_world(slow: str, seconds: float) -> World:
+    """The same prompt; its first four blocks are in a fast store before the slow one."""
+    here = world(tier("host"), tier(slow), num_slots=40, compute_base_s=1.0)
+    for name, path, took_s in (("host", "8", 0.01), (slow, "9", seconds)):
         fill_store(here, name, path)
         here.want(ask(here, name, path), 1)
-        here.end(the(here, ev.Load), seconds=seconds)
+        here.end(the(here, ev.Load), seconds=took_s)
         here.leave(here.guests[name])
         finish(here)
-    fill_store(here, "disk", PROMPT)
+    fill_store(here, slow, PROMPT)
     fill_store(here, "host", "0000")
+    return here
+
+
+def test_what_a_fast_store_has_comes_first_and_the_rest_meets() -> None:
+    here = fast_then_slow_world("disk", 1.0)
     guest = begin(here)
     assert sorted(rows(here)) == [(0, 4), (10, 12)]
     here.end(jobs(here, ev.Load, store="disk")[0], seconds=2.0)
@@ -243,6 +250,49 @@ def test_what_was_to_be_loaded_whole_and_is_late_is_split_after_all() -> None:
     assert here.meets(guest)
     assert rows(here)[0][1] == 12, "what is left comes from its end"
     assert guest.num_done == 2
+
+
+@pytest.mark.fault("X21")
+@pytest.mark.parametrize("good", [0, 2])
+def test_what_is_late_before_a_meeting_is_computed_and_the_meeting_goes_on(good: int) -> None:
+    """X21: another began over it, and loaded the same blocks a second time; the first row was nobody's from then on."""
+    here = fast_then_slow_world("disk", 1.0)
+    guest = begin(here)
+    assert sorted(rows(here)) == [(0, 4), (10, 12)]
+    here.wait(5.0)
+    here.end(the(here, ev.Load, store="host"), ["hit"] * good + ["late"] * (4 - good), seconds=5.0)
+    here.check()
+    assert rows(here) == [(10, 12)], "the row on its way is still its own"
+    assert guest.ready
+    for errand in jobs(here, ev.Load):
+        here.end(errand, seconds=2.0)
+    while guest.num_done < 12:
+        here.fill(guest, 2)
+        here.check()
+        for errand in jobs(here, ev.Load):
+            here.end(errand, seconds=1.0)
+    here.leave(guest)
+    assert dict(here.bills[-1].miss_tokens)["too_late"] == 4 * (4 - good)
+    finish(here)
+    here.close()
+
+
+@pytest.mark.fault("X22")
+def test_what_is_late_is_split_as_far_as_it_was_to_be_loaded() -> None:
+    """X22: behind that a request computes while its load arrives layer by layer, into the slots that a row was given."""
+    here = fast_then_slow_world("disk", 5.0)
+    guest = begin(here)
+    assert rows(here) == [(0, 4)], "what lies behind does not pay"
+    here.wait(5.0)
+    here.end(the(here, ev.Load), ["hit"] + ["late"] * 3, seconds=5.0)
+    here.check()
+    assert here.meets(guest)
+    assert all(end <= 4 for _, end in rows(here))
+    finish(here, ev.Load)
+    here.fill(guest, 12)
+    here.leave(guest)
+    finish(here)
+    here.close()
 
 
 def test_what_was_given_up_is_not_split() -> None:

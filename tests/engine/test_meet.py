@@ -34,6 +34,7 @@ NUM_BLOCKS = 20  # of a prompt
 TAIL = 3
 ANSWER = 4
 BLOCK_S = 0.02  # to compute a block, and to load one
+LATE_S = 5.0  # a tier's timeout: a load that was to be fast is waited for a fifth of it
 LIMIT_BYTES = 64 << 20
 
 
@@ -64,6 +65,15 @@ class Odd(ThrottledStore):
         self.gate = Gate()
         self.spoilt: set[PageName] = set()
         self.failing: set[PageName] = set()
+        self.late_after: int | None = None  # pages: then a call takes all the time it has, once
+
+    def _late(self, num_pages: int, deadline: Deadline) -> bool:
+        if self.late_after is not None and num_pages > self.late_after:
+            self.late_after = None
+            threading.Event().wait(deadline.remaining_s)
+            return True
+        self.late_after = None if self.late_after is None else self.late_after - num_pages
+        return super()._late(num_pages, deadline)
 
     def get_into(self, pages: Sequence[tuple[PageName, memoryview]], *, deadline: Deadline) -> list[Status]:
         self.gate()
@@ -97,8 +107,10 @@ class Rig(EngineRig):
 
 
 @contextmanager
-def rig(model: Model, name: str, store: Odd, *, meets: bool = True, primed: bool = True) -> Iterator[Rig]:
-    tier = TierConfig(name=name, probe_timeout_s=WAIT_S, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S)
+def rig(
+    model: Model, name: str, store: Odd, *, meets: bool = True, primed: bool = True, load_timeout_s: float = WAIT_S
+) -> Iterator[Rig]:
+    tier = TierConfig(name=name, probe_timeout_s=WAIT_S, load_timeout_s=load_timeout_s, save_timeout_s=WAIT_S)
     config = CacheConfig(
         num_slots=3 * NUM_BLOCKS,
         block_tokens=BLOCK,
@@ -212,6 +224,32 @@ def test_the_answer_is_that_of_a_cold_run_and_of_a_whole_load(
             assert_same(whole, cold)
             assert whole.usage is not None
             assert whole.usage.cached_by_tier == {name: NUM_BLOCKS * BLOCK}
+
+
+@pytest.mark.parametrize("num_come", [0, 9])
+@pytest.mark.parametrize("where", ["host", "host in place", "pool"])
+def test_a_load_that_was_to_be_fast_and_is_late_meets(
+    where: str, num_come: int, model: Model, shm: Path, tmp_path: Path, prompt: list[int]
+) -> None:
+    with opened(where, shm, tmp_path) as (name, store):
+        cold = run_cold(model, name, store, prompt)
+        store.page_s = BLOCK_S / 10  # so fast that all of it is loaded before anything is computed
+        with rig(model, name, store, load_timeout_s=LATE_S) as here:
+            store.late_after = num_come
+            run = here.ask(prompt)
+            assert_same(run, cold)
+            assert store.late_after is None, "nothing was late"
+            assert here.counted("split_loads_total") == 1
+            assert here.counted("split_blocks_total", how="loaded") > 0
+            assert run.usage is not None
+            assert run.usage.preemptions == 0
+            assert run.usage.computed_tokens == len(prompt) - run.usage.cached_tokens + ANSWER - 1
+            assert here.counted("hit_tokens_total") + here.counted("miss_tokens_total") == (3 + NUM_BLOCKS) * BLOCK
+            assert here.counted("trial_loads_total") == 0
+            assert here.cache.drain(WAIT_S)
+            assert_same(here.ask(prompt), cold)  # from the device
+        with rig(model, name, store, meets=False) as here:
+            assert_same(here.ask(prompt), cold)  # what is stored is as it was
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])

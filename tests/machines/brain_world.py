@@ -62,6 +62,7 @@ class WorldRequest:
     rows: list[Errand] = field(default_factory=list)  # of a meeting: on their way, or there and not entered; by depth
     low: int = 1 << 30  # where the lowest of its rows began
     claimed: int = 0  # blocks before this it computes, or may
+    early: int = 1 << 30  # from here on it may compute already while it loads, layer by layer
     loaded: Counter[str] = field(default_factory=Counter)
     probe_start: int = -1  # where the stores were asked from
     said: dict[str, set[BlockKey]] = field(default_factory=dict)  # what stores say they have
@@ -151,6 +152,8 @@ class World:
             return None
         if before is None and load and guest.base < min(guest.num_prompt, len(guest.table or ())):
             brain_checks.check_loads(self, guest, promised)
+        if before is None and guest.loads and not self.meets(guest):
+            guest.early = guest.loads[-1].start + len(guest.loads[-1].order.keys)
         return guest.table
 
     def _room(self, guest: WorldRequest) -> int:
@@ -516,6 +519,7 @@ class World:
                 assert all(row.results is not None for row in guest.rows), "two rows under way"
                 assert end == guest.low or guest.low > guest.num_prompt, "rows that leave out a block"
                 assert start >= max(guest.claimed, guest.num_done), "a row of what is computed"
+                assert end <= guest.early, "a row of what may be computed by now"
                 guest.low = start
                 guest.rows.insert(0, errand)
             assert one.keys == tuple(guest.keys[start:end])

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, rule
 
 from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
-from headwater.core.results import Status
+from headwater.core.results import Reason, Status
 from machines.brain_machine import BLOCK_BYTES, MOVES, BrainMachine, as_tokens, tiers
 from machines.brain_world import World, WorldRequest
 
@@ -22,7 +22,7 @@ LONG: Final = (
     *("000000000000", "000000001111", "00001111111111111", "1" * 24),
     *("2" * 16, "2" * 8 + "3" * 8, "3" * 12, "34" * 8, "4" * 16, "43" * 6),
 )
-MEETING: Final = ("meet",) * 6 + ("step",) * 10 + ("row",) * 8 + ("spoil", "spoil", "paces")
+MEETING: Final = ("meet",) * 6 + ("step",) * 10 + ("row",) * 8 + ("late",) * 3 + ("spoil", "spoil", "paces")
 meeting_moves = st.lists(
     st.tuples(
         st.sampled_from((*MEETING, *MEETING, *MOVES)), st.integers(0, 7), st.sampled_from(LONG), st.integers(0, 255)
@@ -31,11 +31,14 @@ meeting_moves = st.lists(
     max_size=16,
 )
 
+slow = st.sampled_from((0.4, 1.0, 1.0, 2.0, 3.0))  # seconds a block
+fast_or_slow = st.one_of(st.just(0.1), slow)
+
 
 @st.composite
 def slow_configs(draw: st.DrawFn) -> CacheConfig:
     """Caches with room for a long prompt or two, and one to three stores."""
-    num_tiers = draw(st.integers(1, 3))
+    num_tiers = draw(st.sampled_from((2, 3, 1)))
     return CacheConfig(
         num_slots=draw(st.sampled_from((26, 40, 18))),
         block_tokens=4,
@@ -50,22 +53,22 @@ def slow_configs(draw: st.DrawFn) -> CacheConfig:
 class MeetMachine(BrainMachine):
     """Everything that may happen to a brain, and much that happens in meetings."""
 
-    num_blocks: ClassVar[Counter[str]] = Counter()  # loaded and computed in meetings, of all runs: that there were any
+    num_blocks: ClassVar[Counter[str]] = Counter()  # loaded and computed in meetings, of all runs; and late meetings: that there were any
 
     @initialize(
         config=slow_configs(),
-        share=st.integers(0, 10),
-        seconds=st.sampled_from((0.4, 1.0, 1.0, 2.0, 3.0)),
+        share=st.sampled_from((4, 3, 5, 0, 0, 1, 8, 10)),
+        seconds=st.tuples(fast_or_slow, slow, slow),
         first=st.lists(st.sampled_from(LONG), min_size=2, max_size=3),
     )
-    def begin(self, config: CacheConfig, share: int, seconds: float, first: list[str]) -> None:
+    def begin(self, config: CacheConfig, share: int, seconds: tuple[float, ...], first: list[str]) -> None:
         """An empty cache over stores that have long prompts, and whose pace is known."""
         self.world = World(config)
         for path in LONG:
             self.fill_store(list(self.world.stores)[-1], path, tenant=0, share=share)
         for token, store in enumerate(self.world.stores, 5):
             self.fill_store(store, str(token), tenant=0, share=0)
-            self.measure_store(store, token, seconds)
+            self.measure_store(store, token, seconds[token - 5])
         for number, path in enumerate(first):
             self.meet(number, path, random.Random(0))
 
@@ -127,6 +130,24 @@ class MeetMachine(BrainMachine):
             good = dice.randint(0, num - 1)
             bad = dice.choice((Status.CORRUPT, Status.MISS, Status.LATE, Status.FAILED))
             self.world.end(row, [Status.HIT] * good + [bad] + [Status.MISS] * (num - good - 1))
+
+    def late(self, which: int, path: str, dice: random.Random) -> None:
+        """What was to be loaded before a request computes is late, in part or all of it."""
+        waiting = [guest for guest in self.world.guests.values() if guest.table is not None and not guest.ready]
+        guest = min(waiting, key=lambda guest: not self.world.meets(guest), default=None)
+        errands = [load for load in guest.loads if load.results is None] if guest is not None else []
+        if guest is None or not errands:
+            return
+        errand, met = errands[0], self.world.meets(guest)
+        num = len(errand.order.keys)
+        self.world.wait(dice.choice((0.5, 5.0)))
+        if dice.random() < 0.2:
+            self.world.fail(errand, Reason.LATE)
+        else:
+            good = dice.randint(0, num - 1)
+            words = [Status.HIT] * good + [Status.LATE] * (num - good)
+            self.world.end(errand, words, seconds=dice.choice((0.1, 1.0, 5.0)) * max(good, 1))
+        MeetMachine.num_blocks["late"] += self.world.meets(guest) and not met
 
     def paces(self, which: int, path: str, dice: random.Random) -> None:
         """Computing becomes faster or slower; stores do with every row."""

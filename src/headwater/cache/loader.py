@@ -213,9 +213,8 @@ class Loader:
                 self._give_up_front(request)
         if request.loads:
             return 0
-        if request.may_meet and request.broken is Reason.TOO_LATE:  # slower than expected: the rest from its end, if so
-            end = min(request.num_prompt, request.num_blocks)
-            self.meetings.begin(request, request.hold.num_blocks, end, now_s, late=True)
+        if request.may_meet and request.broken is Reason.TOO_LATE and request.meeting is None:  # the rest from its end
+            self.meetings.begin(request, request.hold.num_blocks, request.load_end, now_s, late=True)  # and no more
         request.ready_s = now_s
         self._explain(request)
         return sum(request.num_loaded.values())
