@@ -209,6 +209,24 @@ def check_bill(world: "World", one: ev.Finished, guest: "WorldRequest") -> None:
     assert one.num_tokens == sum(tokens for _, tokens in (*one.hit_tokens, *one.miss_tokens)), "not all told"
     assert one.loaded_bytes == sum(guest.loaded.values()) * world.config.block_bytes
     assert one.waited_s >= 0
+    check_explanation(world, one)
+
+
+def check_explanation(world: "World", one: ev.Finished) -> None:
+    """Rows cover the prompt without a gap, and say block by block what the bill says in sums."""
+    explained = world.brain.whys.explained
+    assert explained is not None
+    assert explained == world.twin.whys.explained, "a second brain explains it otherwise"
+    assert explained.request == one.request
+    at, told = 0, Counter[str]()
+    for row in explained.rows:
+        assert row.start == at < row.end, "rows with a gap, or without blocks"
+        at = row.end
+        told[row.reason or f"from {row.tier}"] += (row.end - row.start) * world.config.block_tokens
+    assert at == explained.num_blocks
+    assert told == {f"from {tier}": num for tier, num in one.hit_tokens} | dict(one.miss_tokens)
+    evicting = world.brain.evicting
+    assert len(world.brain.whys) <= (evicting.ghosts.limit if evicting is not None else 0), "notes without end"
 
 
 def check_closed(world: "World") -> None:

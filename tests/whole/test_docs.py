@@ -119,7 +119,8 @@ def test_bodies_and_usage_in_the_documents_are_the_server_s() -> None:
         queue_s=0.01,
     )
     paces = {"host": (0.0004, 0.031), "disk": (0.0, 0.0)}
-    assert json.loads(shown) == usage_document(usage, 16, ("device", "host", "disk"), phases_of(usage, None), paces)
+    tiers, phases = ("device", "host", "disk"), phases_of(usage, None)
+    assert json.loads(shown) == usage_document(usage, 16, tiers, phases, paces, "req-5f1c/8a3e")
 
 
 def test_the_options_in_the_documents_exist() -> None:
@@ -150,7 +151,7 @@ for module in sys.argv[1:]:
 
 def test_the_commands_in_the_documents_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
-    names = "chaos|check|demo|doctor|ls|make-model|pd|purge|replay|router|serve|verify"
+    names = "chaos|check|demo|doctor|explain|ls|make-model|pd|purge|replay|router|serve|verify"
     for command in sorted(set(re.findall(rf"\bheadwater ({names}|bench \w+|pool \w+)\b", text))):
         assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
     modules = sorted(set(re.findall(r"python -m (headwater[\w.]+)", text)))

@@ -1,7 +1,7 @@
 """An engine with all that belongs to it, of every role."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -12,15 +12,17 @@ from headwater.config.environment import default_node
 from headwater.config.residency import ResidencyConfig
 from headwater.config.serve import ServeConfig
 from headwater.config.stores import pool_kind
-from headwater.core.errors import InvalidConfig
+from headwater.core.errors import InvalidConfig, StoreError
+from headwater.core.events import NO_TENANT
+from headwater.core.identity import CacheIdentity
 from headwater.core.role import Role
 from headwater.disagg.handoff import PoolReceiver, PoolSender
 from headwater.disagg.protocol import Ticket
 from headwater.layout.shard import parts
 from headwater.metrics import Metrics
 from headwater.residency.publisher import Publisher
-from headwater.storage.base import Store
-from headwater.storage.local import directory
+from headwater.storage.base import Deadline, Store
+from headwater.storage.local import LocalStore, directory
 from headwater.storage.local.slab import Progress
 from headwater.storage.resharded import SIZES, ReshardedStore
 from headwater.tracing.spans import NO_TRACING, Tracing
@@ -46,6 +48,7 @@ _HANDOFF_THREADS: Final = (
     4  # that call each store where prompts are handed over: one that hangs is not another's affair
 )
 _WARM_S: Final = 60.0  # for an engine to have its kernels
+_NAME_S: Final = 1.0  # for a store to take down whose pages come
 _DRAIN_S: Final = 5.0  # at the end, for blocks on their way to the stores
 
 
@@ -138,6 +141,7 @@ def open_engine(
                 threads_per_store=2 if config.role is Role.MIXED else _HANDOFF_THREADS,
             )
         )
+        _name_identity(stores, model.identity)
         publisher = None
         if config.residency is not None:
             told = ResidencyConfig(url=config.residency, node=config.node or default_node())
@@ -199,6 +203,15 @@ def _open_views(config: ServeConfig, model: "Model", stores: Mapping[str, Store]
     others = [size for size in SIZES if size != 1]
     part = parts(layout, 0, 1)[0]
     return {_VIEW_TIER: ReshardedStore(stores[POOL_TIER], layout, part, identity=digest, sizes=others, metrics=metrics)}
+
+
+def _name_identity(stores: Mapping[str, Store], identity: CacheIdentity) -> None:
+    """Write into each local store what an identity is in short. Blocks, a second at most; that it failed is no loss."""
+    text = " ".join(f"{name}={value}" for name, value in identity.in_short().items())
+    for store in stores.values():
+        if isinstance(store, LocalStore):
+            with suppress(StoreError):
+                store.label(identity.digest, NO_TENANT, text, deadline=Deadline.after(_NAME_S))
 
 
 def _require_room(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
+from headwater.cache.explanations import Explained, Text
 from headwater.cache.match import Match
 from headwater.cache.records import JobKind
 from headwater.cache.shell import Shell
@@ -196,15 +197,25 @@ class TieredCache(Shell):
                 for job in self.brain.jobs
             )
 
-    def release(self, request: str) -> ev.Finished | None:
-        """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved."""
+    def release(self, request: str, text: Text | None = None) -> ev.Finished | None:
+        """A request is over, or preempted: give back what it holds. Returns its bill; None if it never reserved.
+
+        `text`: what its blocks are of, for explanations.
+        """
         with self._lock:
             now_s = self._now_s()
             if request in self._old.grants:
                 self._drop(request)
                 return None
             out = self._handle(ev.Left(now_s=now_s, request=request))
+            if (explained := self.brain.whys.explained) is not None and explained.request == request:
+                self._explanations.add(explained, text)
             return next((one for one in out if isinstance(one, ev.Finished)), None)
+
+    def explanations(self) -> tuple[float, list[Explained]]:
+        """Now, on the clock of their times, and why the last requests hit or missed what they did, newest first."""
+        with self._lock:
+            return self._clock.monotonic(), self._explanations.newest()
 
     def pace(self, base_s: float, slope_s: float) -> None:
         """What computing a block costs here, as measured: `base_s`, and `slope_s` more for each block before it."""

@@ -7,14 +7,16 @@ meanwhile, what is left is loaded from its end (`meeting.py`). While a request w
 brought to the fastest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
+from headwater.cache.match import DEVICE
 from headwater.cache.meeting import Meetings, leading_hits
 from headwater.cache.placement import ComputeCost, how_much_to_load, patience_s
-from headwater.cache.records import JobKind, JobRecord, RequestRecord
+from headwater.cache.records import JobKind, JobRecord, RequestRecord, Why
+from headwater.cache.whys import Whys
 from headwater.core.breaker import BreakerState
 from headwater.core.events import Cancel, Load, Probe, Promote
 from headwater.core.keys import BlockKey
@@ -33,8 +35,11 @@ class Enter(Protocol):
 class Loader:
     """Decides what is read, and takes in what came."""
 
-    def __init__(self, index: PathIndex, jobs: Jobs, accounts: Accounts, *, cost: ComputeCost, enter: Enter) -> None:
+    def __init__(
+        self, index: PathIndex, jobs: Jobs, accounts: Accounts, whys: Whys, *, cost: ComputeCost, enter: Enter
+    ) -> None:
         self._index = index
+        self._whys = whys
         self._jobs = jobs
         self._accounts = accounts
         self._cost = cost
@@ -142,6 +147,10 @@ class Loader:
                     return
                 head_s = max(head_s, tier.load_s(num_blocks * size, now_s))
                 num_blocks = how_much_to_load(tier, self._cost, start=at, end=row_end, block_bytes=size, now_s=now_s)
+                if num_blocks < row_end - at:
+                    load_s, compute_s = tier.recall_s((row_end - at) * size), self._cost.row_s(at, row_end)
+                    estimate = {"load_s": load_s, "compute_s": compute_s, "worth": tier.worth}
+                    request.estimate = Why(at, row_end, name, Reason.NOT_WORTH_IT, estimate)
             if not num_blocks:
                 return
             if not tier.breakers[JobKind.LOAD].would_allow(now_s):  # since it was asked: a slower store may have it too
@@ -186,6 +195,7 @@ class Loader:
         self._index.mark(request.hold, job.start, end, bit=self._jobs.tiers[job.store].bit, on=True)
         request.num_loaded[job.store] = request.num_loaded.get(job.store, 0) + num_hit
         request.loaded_bytes += num_hit * self._jobs.block_bytes
+        request.whys.append(Why(job.start, end, job.store))
 
     def _settle_front(self, request: RequestRecord, now_s: float) -> int:
         """What is loaded before the request may compute; when that is over, the rest is explained."""
@@ -198,6 +208,8 @@ class Loader:
                 self._take_in(request, job, num_hit, now_s)
             if num_hit < len(results):
                 request.broken = reason_of(results[num_hit])
+                at, found = job.start + num_hit, results[num_hit]
+                request.culprit = Why(at, job.end, job.store, request.broken, {"found": str(found), "block": at})
                 self._give_up_front(request)
         if request.loads:
             return 0
@@ -222,8 +234,7 @@ class Loader:
     def _explain(self, request: RequestRecord) -> None:
         """Say of each block that has to be computed why; of those that may still come, a meeting says it at its end."""
         meeting = request.meeting
-        silent = next(iter(request.unasked.values()), None)
-        hole: Reason | None = None  # why the first block that no store has is a miss
+        hole: Why | None = None  # why the first block that no store has is a miss
         at = request.hold.num_blocks
         while at < request.num_prompt:
             if meeting is not None and meeting.start <= at < meeting.end:
@@ -233,29 +244,52 @@ class Loader:
             if meeting is not None and at < meeting.start:
                 end = min(end, meeting.start)
             if self.where(request, at) is not None:
-                reasons = {hole or request.broken or Reason.NOT_WORTH_IT: end - at}
+                rows = [self._unread(request, hole)._replace(start=at, end=end)]
             else:
-                reasons = self._absent(request, at, end, silent)
-                hole = hole or next(iter(reasons))
-            for reason, num in reasons.items():
-                request.misses[reason] = request.misses.get(reason, 0) + num
+                rows = list(self._absent(request, at, end))
+                hole = hole or rows[0]
+            request.whys += rows
+            for row in rows:
+                self._count(request, row)
             at = end
         if request.num_unnamed:
-            reason = hole or request.broken or Reason.NEVER_STORED
-            request.misses[reason] = request.misses.get(reason, 0) + request.num_unnamed
+            why = hole or request.culprit or Why(0, 0, "", Reason.NEVER_STORED)
+            row = why._replace(start=request.num_prompt, end=request.num_prompt + request.num_unnamed)
+            request.whys.append(row)
+            self._count(request, row)
 
-    def _absent(self, request: RequestRecord, at: int, end: int, silent: Reason | None) -> dict[Reason, int]:
-        """Why blocks that no store has are misses; that of the first comes first."""
-        if silent is not None:
-            return {silent: end - at}
+    def _count(self, request: RequestRecord, row: Why) -> None:
+        if row.reason is not None:
+            request.misses[row.reason] = request.misses.get(row.reason, 0) + row.end - row.start
+
+    def _unread(self, request: RequestRecord, hole: Why | None) -> Why:
+        """Why blocks that a store has are misses, wherever they are."""
+        if hole is not None:
+            return hole._replace(facts={**hole.facts, "behind": hole.start})
+        return request.culprit or request.estimate or Why(0, 0, "", Reason.NOT_WORTH_IT, {"asked": "no load"})
+
+    def _absent(self, request: RequestRecord, at: int, end: int) -> Iterator[Why]:
+        """Why blocks that no store has are misses."""
+        if request.unasked:
+            store, silent = next(iter(request.unasked.items()))
+            yield Why(at, end, store, silent, {"found": "no answer"})
+            return
         if at < request.probe_start:
-            return {Reason.EVICTED: end - at}
+            yield Why(at, end, DEVICE, Reason.EVICTED, self._whys.eviction(request.keys[at]))
+            return
         evicting = self._index.evicting()
         ghosts = evicting.ghosts if evicting is not None else ()
-        known = [key in ghosts for key in request.keys[at:end]] if len(ghosts) else [False] * (end - at)
-        found = {Reason.EVICTED: sum(known), Reason.NEVER_STORED: end - at - sum(known)}
-        first = Reason.EVICTED if known[0] else Reason.NEVER_STORED
-        return {first: found.pop(first), **{reason: num for reason, num in found.items() if num}}
+        known = bytearray(key in ghosts for key in request.keys[at:end]) if len(ghosts) else bytes(end - at)
+        start = at
+        while at < end:
+            was_known = bool(known[at - start])
+            change = known.find(not was_known, at - start)
+            row_end = start + change if change >= 0 else end
+            if was_known:
+                yield Why(at, row_end, DEVICE, Reason.EVICTED, self._whys.eviction(request.keys[at]))
+            else:
+                yield Why(at, row_end, "", Reason.NEVER_STORED)
+            at = row_end
 
     # --- while a request waits ----------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from headwater.cache.accounts import Accounts
 from headwater.cache.jobs import Jobs, reason_of
 from headwater.cache.placement import ComputeCost, TierState
-from headwater.cache.records import JobKind, JobRecord, Meeting, RequestRecord
+from headwater.cache.records import JobKind, JobRecord, Meeting, RequestRecord, Why
 from headwater.cache.split import LoadSeconds, best_split, split_pays
 from headwater.core.events import Cancel, Load
 from headwater.core.results import BAD_PAGE, Reason, Status
@@ -153,6 +153,7 @@ class Meetings:
             bad = results[num_hit]
             reason = Reason.COMPUTED_MEANWHILE if job.cancelled and not meeting.given_up else reason_of(bad)
             meeting.lost[reason] = meeting.lost.get(reason, 0) + len(results) - num_hit
+            request.whys.append(Why(job.start + num_hit, job.end, job.store, reason, {"found": str(bad)}))
             meeting.stopped |= bad not in _GOES_ON
         if not num_hit:
             meeting.rows.remove(job)

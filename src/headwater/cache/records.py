@@ -1,11 +1,26 @@
 """What the brain remembers of a request and of a job. No logic beyond reading them."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
 
 from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 from headwater.index.base import Hold
+
+Facts: TypeAlias = Mapping[str, str | int | float]
+NO_FACTS: Final[Facts] = {}
+
+
+class Why(NamedTuple):
+    """Blocks [start, end) of a prompt, and where they came from, or why they had to be computed."""
+
+    start: int
+    end: int
+    tier: str  # that had them; of a miss, the one that is to blame, "": none
+    reason: Reason | None = None  # why they were computed; None: they were a hit
+    facts: Facts = NO_FACTS
 
 
 class JobKind(enum.StrEnum):
@@ -113,6 +128,10 @@ class RequestRecord:
     met: list[tuple[int, int]] = field(default_factory=list)  # rows that were loaded so
     met_wait_s: float = 0.0  # for rows that it had come to
     gone: bool = False  # it left; jobs for it may still be under way
+    # Notes for people, which decide nothing and are in no digest (`whys.py`):
+    whys: list[Why] = field(default_factory=list)  # as they became known
+    culprit: Why | None = None  # what stopped loading, at its first block
+    estimate: Why | None = None  # what loading and computing were expected to take where loading did not pay
 
     @property
     def reserved(self) -> bool:

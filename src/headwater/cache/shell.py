@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 
 from headwater.cache.custody import Custody
 from headwater.cache.executor import Executor, MonotonicClock, Recorder
+from headwater.cache.explanations import Explanations
 from headwater.cache.match import DEVICE
 from headwater.cache.misses import MissBrain
 from headwater.cache.state import Brain
@@ -63,6 +64,7 @@ class Shell:
         self._old = Custody()  # what brains before this one promised
         self._off: dict[str, str] = {}  # stores that are switched off, and why
         self._pace: ev.Paced | None = None  # what the engine said last
+        self._explanations = Explanations()
         if recorder is not None:
             recorder.began(brain)
 

@@ -31,6 +31,7 @@ from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.reports import Reports
 from headwater.cache.saver import Saver
+from headwater.cache.whys import Whys
 from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
@@ -68,7 +69,8 @@ class Brain:
         self._out: list[Instruction] = []
         self.jobs = Jobs(self.tiers, config.block_bytes, self._out, first=first_job)
         self.saver = Saver(self.index, self.jobs, self.accounts)
-        self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
+        self.whys = Whys(self.evicting, config.policy, self.tiers)
+        self.loader = Loader(self.index, self.jobs, self.accounts, self.whys, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
@@ -211,7 +213,7 @@ class Brain:
         if taken is None:
             return
         slots, victims = taken
-        self._bury(victims)
+        self._bury(victims, event)
         request.own.extend(slots)
         if first:
             request.base = have
@@ -315,8 +317,9 @@ class Brain:
         self.slots.quarantine(locked)
         self.slots.give_back(self.slots.still_own(request.own))
         self._forget_pending(event.request, request.keys)
-        self.index.release(request.hold, now_s=event.now_s)
         self.loader.meetings.end(request)
+        self.whys.left(request, event.now_s)
+        self.index.release(request.hold, now_s=event.now_s)
         finished = bill(request, self.accounts, self.cost, self.config.block_tokens)
         if finished is not None:
             self._out.append(finished)
@@ -373,8 +376,9 @@ class Brain:
             raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
         self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
 
-    def _bury(self, victims: list[Victim]) -> None:
-        """Blocks were evicted."""
+    def _bury(self, victims: list[Victim], event: ev.Wanted) -> None:
+        """Blocks were evicted, for whoever wanted slots."""
+        self.whys.evicted(victims, event.request, event.now_s)
         self.saver.on_evicted(victims)
         self.moves.evicted(victims)
         self.accounts.add("evicted_blocks_total", len(victims), tier=DEVICE)

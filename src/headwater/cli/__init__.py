@@ -4,13 +4,22 @@ Standard output holds the answer and nothing else; progress, questions and error
 to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exit code 1, never a traceback.
 """
 
-from headwater.cli import bench_vllm, fleet, plan, prove, serve, store, watch
+from headwater.cli import bench_vllm, explain, fleet, plan, prove, serve, store, watch
 from headwater.cli.bench import bench
 from headwater.cli.main import app
 from headwater.cli.pool import pool
 
 __all__ = ["app"]
 
-_COMMANDS = (prove, plan, serve, watch, fleet, store, bench_vllm)  # importing them has told the application of theirs
+_COMMANDS = (
+    prove,
+    plan,
+    serve,
+    watch,
+    explain,
+    fleet,
+    store,
+    bench_vllm,
+)  # importing them has told the application of theirs
 app.add_typer(pool, name="pool")
 app.add_typer(bench, name="bench")

@@ -23,7 +23,7 @@ from headwater.cli.options import (
     print_json,
 )
 from headwater.config import environment
-from headwater.config.serve import DEFAULT_PORT, RECORD_BYTES, ServeConfig
+from headwater.config.serve import DEFAULT_PORT, RECORD_BYTES, ExplainLevel, ServeConfig
 from headwater.core.errors import InvalidConfig
 from headwater.core.node_key import NodeKey
 from headwater.core.role import Role
@@ -141,6 +141,13 @@ def serve(
         int, typer.Option(help="How large that file may get; then it says that it is cut.")
     ] = RECORD_BYTES,
     traces: Traces = None,
+    explain: Annotated[
+        ExplainLevel | None,
+        typer.Option(
+            help="What `headwater explain` tells: blocks; tokens (and of other salts); or text, too.",
+            show_default="blocks; tokens on loopback without a key",
+        ),
+    ] = None,
     max_prompt_chars: Annotated[
         int | None,
         typer.Option(
@@ -205,6 +212,7 @@ def serve(
         record=record,
         record_bytes=record_bytes,
         traces=traces or environment.default_traces(),
+        explain=explain,
     )
     start.run(options, any_port=port is None, say=typer.echo)
 

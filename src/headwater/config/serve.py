@@ -1,5 +1,6 @@
 """A server's options: what it listens on, the model, the tiers, the limits, its part in a fleet."""
 
+import enum
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,14 @@ from headwater.core.role import Role
 MIN_RECORD_BYTES: Final = 64 << 10
 RECORD_BYTES: Final = 256 << 20  # of a recording, where nobody said more
 DEFAULT_PORT: Final = 8000
+
+
+class ExplainLevel(enum.StrEnum):
+    """How much `/admin/requests/ID` tells of why a prompt missed: each tells what those before it do."""
+
+    BLOCKS = "blocks"  # of the same salt, block by block: no more than timing tells
+    TOKENS = "tokens"  # from which token on a text differs, and that it is stored under another salt
+    TEXT = "text"  # a request's own text around that token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,7 @@ class ServeConfig(CacheTiers):
     record: Path | None = None  # a file of all that the cache's brain hears; None: nothing is recorded
     record_bytes: int = RECORD_BYTES  # how large it may get
     traces: str | None = None  # the OpenTelemetry collector that is told of requests; None: nobody is
+    explain: ExplainLevel | None = None  # None: blocks; tokens on loopback without a key, where nobody else is
 
     def __post_init__(self) -> None:
         """Take paths as text, refuse what cannot work."""
@@ -104,6 +114,7 @@ class ServeConfig(CacheTiers):
             raise InvalidConfig(f"a model's name must be printable, not {self.name!r}")
         self._check_role()
         self._check_cluster()
+        self._check_explain()
         if self.num_blocks is not None and self.device_bytes is not None:
             raise InvalidConfig("say num_blocks or device_bytes, not both")
         if self.host_directory is not None and self.host_directory == self.disk_directory:
@@ -114,6 +125,14 @@ class ServeConfig(CacheTiers):
             raise InvalidConfig("a server without a cache has no host tier and no disk tier")
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise InvalidConfig("an API key is printable ASCII without spaces, and not empty")
+
+    def _check_explain(self) -> None:
+        own = is_loopback(self.host) and self.api_key is None and not self.in_fleet
+        unsaid = ExplainLevel.TOKENS if own else ExplainLevel.BLOCKS
+        try:
+            object.__setattr__(self, "explain", ExplainLevel(unsaid if self.explain is None else self.explain))
+        except ValueError as error:
+            raise InvalidConfig(f"explain is one of {', '.join(ExplainLevel)}, not {self.explain!r}") from error
 
     def _check_cluster(self) -> None:
         for name in ("pool", "residency", "node"):

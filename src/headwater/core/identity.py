@@ -29,6 +29,7 @@ from headwater.core.keys import FORMAT, BlockKey
 
 DIGEST_BYTES: Final = 32
 TENANT_BYTES: Final = 16
+_SHOWN: Final = 8  # hexadecimal digits of a digest, where people read it
 
 _REQUIRED: Final = ("weights", "config", "layout")
 _OPTIONAL: Final = ("scales", "adapter", "tokenizer", "processor")
@@ -65,6 +66,15 @@ class CacheIdentity:
         if type(self.salt) is not bytes:
             raise InvalidInput(f"salt must be bytes, not {type(self.salt).__name__}")
 
+    def in_short(self) -> dict[str, str]:
+        """The fields that apply, but the salt, for people: digests are cut."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "salt"}
+        return {
+            name: value.hex()[:_SHOWN] if isinstance(value, bytes) else str(value)
+            for name, value in values.items()
+            if value not in (b"", "")
+        }
+
     @cached_property
     def digest(self) -> bytes:
         """32 bytes over every field but the salt: the identity that a frame carries."""
@@ -82,6 +92,11 @@ class CacheIdentity:
     def root(self) -> BlockKey:
         """The parent of every first block."""
         return root_of(self.digest, self.salt)
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Fields of two identities in short that differ, and what the other has there. Pure."""
+    return {name: other.get(name, "") for name in {**one, **other} if one.get(name) != other.get(name)}
 
 
 def root_of(digest: bytes, salt: bytes = b"") -> BlockKey:

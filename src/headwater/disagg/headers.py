@@ -13,6 +13,7 @@ ENDPOINTS: Final = ("/v1/completions", "/v1/chat/completions")  # of OpenAI, tha
 MODELS: Final = "/v1/models"
 HEALTH: Final = "/health"
 METRICS: Final = "/metrics"
+REQUESTS: Final = "/admin/requests"  # why the last ones hit or missed
 FLEET: Final = "/pd/"  # what follows is for who holds the fleet's key; `router/router.py` says what each is for
 PREFILL: Final = "/pd/prefill"
 DECODE: Final = "/pd/decode"

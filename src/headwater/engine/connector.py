@@ -13,6 +13,7 @@ Then `reach` says before each step how far that may go, and moves the request on
 """
 
 import time
+from array import array
 from collections import deque
 from dataclasses import replace
 from typing import Final
@@ -20,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from headwater.cache.cache import TieredCache
+from headwater.cache.explanations import Text
 from headwater.cache.match import Match
 from headwater.core.events import Finished
 from headwater.core.identity import CacheIdentity
@@ -200,7 +202,8 @@ class Connector:
         """Give everything back; finished blocks stay known."""
         if not request.asked_s:  # preempted, and not asked for again since: it holds nothing
             return None
-        bill = self.cache.release(self._name(request))
+        text = Text(array("I", request.tokens), len(request.prompt), self._identity)
+        bill = self.cache.release(self._name(request), text)
         if bill is not None and not request.preemptions:  # coming back to one's own blocks is no hit
             request.cached_by_tier = dict(bill.hit_tokens)
         request.slots = ()

@@ -4,6 +4,7 @@
     /health     200 if a request could be answered, 503 if not; open to everybody
     /state      nodes, queues, the last decisions and why          /metrics    for Prometheus
     /, /admin/state, /admin/stream     the dashboard (`serve/dashboard.py`)
+    /admin/requests     404: which nodes explain requests
     /pd/nodes, /pd/drain    for nodes and operators that hold the node key; the protocol is in `router/router.py`
 
 A client may say in `x-headwater-timeout-s` how long it waits, and its own `x-request-id`; every answer has the latter.
@@ -22,7 +23,7 @@ from typing import Any, Final
 
 from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.events import event_of
-from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES, TRACEPARENT
+from headwater.disagg.headers import DRAIN, ENDPOINTS, HEALTH, METRICS, MODELS, NODES, REQUESTS, TRACEPARENT
 from headwater.disagg.heartbeat import NAME_TAKEN, Heartbeat
 from headwater.disagg.node_auth import ROUTER, Authenticator
 from headwater.router.board import router_snapshot
@@ -49,8 +50,9 @@ with needs_extra("serve"):
     from starlette.types import Receive, Scope, Send
 
 _STATE: Final = "/state"
-_PATHS: Final = (HEALTH, MODELS, METRICS, _STATE, NODES, DRAIN, *ENDPOINTS)
+_PATHS: Final = (HEALTH, MODELS, METRICS, REQUESTS, _STATE, NODES, DRAIN, *ENDPOINTS)
 _MAX_BEAT_BYTES: Final = 64 << 10
+_NODES_TOLD: Final = 8
 
 
 class Routed:
@@ -144,6 +146,16 @@ class Face:
         """What people look at."""
         return JSONResponse(self.router.state())
 
+    async def requests(self, http: Request) -> Response:
+        """Nobody here knows why a prompt missed. Raises ApiError, which says who does."""
+        nodes = [f"{one.heartbeat.node} at {one.heartbeat.url}" for one in self.router.nodes.entries()]
+        more = f" and {len(nodes) - _NODES_TOLD} more" if len(nodes) > _NODES_TOLD else ""
+        message = (
+            "a request is explained by the node that computed it (usage.headwater.router.nodes): headwater explain ID "
+            f"--url URL; here are {', '.join(nodes[:_NODES_TOLD]) or 'no nodes'}{more}"
+        )
+        raise ApiError(404, message, code="ask_the_node")
+
     async def models(self, http: Request) -> Response:
         """The models that nodes serve."""
         return JSONResponse({"object": "list", "data": self._models()})
@@ -207,6 +219,8 @@ def create_router_app(router: Router, limits: Limits) -> tuple[Starlette, Face]:
         Route(HEALTH, face.health),
         Route(METRICS, face.metrics),
         Route(_STATE, face.state),
+        Route(REQUESTS, face.requests),
+        Route(REQUESTS + "/{name:path}", face.requests),
         Route(MODELS, face.models),
         Route(MODELS + "/{name:path}", face.model),
         Route(NODES, face.nodes, methods=["POST"]),

@@ -3,22 +3,27 @@
 `/health` and the dashboard's page are open to everybody; all else wants the API key, where there is one
 (`middleware.py`), or the fleet's signature. A node that listens beyond this machine and has no API key answers its
 routers alone. What happens to a request that generates is in `service.py` and `generate.py`, what routers ask for in
-`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`.
+`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`, why
+requests missed in `explain.py`.
 """
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 from headwater.config.checks import is_loopback
+from headwater.config.serve import ExplainLevel
 from headwater.core.errors import InvalidInput, needs_extra
-from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL
+from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL, REQUESTS
 from headwater.disagg.node_auth import Authenticator, node_called
 from headwater.serve import errors
 from headwater.serve.board import node_snapshot
-from headwater.serve.dashboard import PATHS, Dashboard
+from headwater.serve.dashboard import PATHS, Dashboard, require_own
 from headwater.serve.errors import ApiError
+from headwater.serve.explain import Explainer
 from headwater.serve.fleet_guard import FleetGuard
+from headwater.serve.foreign import find_foreign
 from headwater.serve.generate import Generate
 from headwater.serve.limits import SMALL_BYTES
 from headwater.serve.middleware import application, prometheus
@@ -34,7 +39,8 @@ with needs_extra("serve"):
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-_PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
+_PATHS: Final = (HEALTH, MODELS, METRICS, REVIVE, REQUESTS, *ENDPOINTS, PREFILL, DECODE, ATTEMPTS)
+_NOT_KEPT: Final = {"Cache-Control": "no-store"}
 
 
 def create_app(service: Service) -> Starlette:
@@ -59,6 +65,19 @@ def create_app(service: Service) -> Starlette:
             except InvalidInput as error:
                 raise errors.invalid("what", str(error)) from error
         return JSONResponse(found.document())
+
+    async def requests(http: Request) -> Response:
+        """The last requests, and what they hit and missed."""
+        require_own(http)
+        found = await run_in_threadpool(explainer.listed, http.query_params.get("limit"))
+        return JSONResponse(found, headers=_NOT_KEPT)
+
+    async def request(http: Request) -> Response:
+        """Why one of them did."""
+        require_own(http)
+        async with explaining:  # each takes a core's time: one after another
+            found = await run_in_threadpool(explainer.explained, http.path_params["name"])
+        return JSONResponse(found, headers=_NOT_KEPT)
 
     async def metrics(http: Request) -> Response:
         running.cache.gauges()
@@ -91,7 +110,14 @@ def create_app(service: Service) -> Starlette:
         return JSONResponse(progress)
 
     started_s = int(config.model.stat().st_mtime)
-    reviving = asyncio.Lock()
+    reviving, explaining = asyncio.Lock(), asyncio.Lock()
+    explainer = Explainer(
+        running.cache,
+        block_tokens=running.engine.model.block_tokens,
+        level=config.explain if config.explain and config.cache else ExplainLevel.BLOCKS,  # else all salts differ
+        decode=running.tokenizer.decode,
+        find_foreign=partial(find_foreign, running.stores),
+    )
     board = Dashboard(
         lambda: node_snapshot(service),
         limits=service.limits,
@@ -103,6 +129,8 @@ def create_app(service: Service) -> Starlette:
         Route(HEALTH, health),
         Route(METRICS, metrics),
         Route(REVIVE, revival, methods=["POST"]),
+        Route(REQUESTS, requests),
+        Route(REQUESTS + "/{name:path}", request),
         Route(MODELS, models),
         Route(MODELS + "/{name:path}", model),
         Route(PREFILL, Prefill(service), methods=["POST"]),

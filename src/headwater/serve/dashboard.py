@@ -84,7 +84,7 @@ class Dashboard:
 
     async def state(self, http: Request) -> Response:
         """The document, once."""
-        _require_own(http)
+        require_own(http)
         return Response(await self._document(), media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _document(self) -> bytes:
@@ -95,7 +95,7 @@ class Dashboard:
 
     async def watch(self, http: Request, send: Send) -> None:
         """Answer one stream, until one of its ends. Raises ApiError if it does not begin."""
-        _require_own(http)
+        require_own(http)
         if self._stopping():
             raise closing()
         if self.num_streams >= self._max_streams:
@@ -126,7 +126,7 @@ class _Streams:
         await self._board.watch(Request(scope, receive), send)
 
 
-def _require_own(http: Request) -> None:
+def require_own(http: Request) -> None:
     """Refuse what a page of another site sent. It could read nothing, but would be in the way."""
     if http.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise ApiError(403, "another site's page may not ask this", code="cross_site")

@@ -131,7 +131,7 @@ class Reply:
             return None
         phases = phases_of(usage, self._answer.handoff)
         paces = self._service.running.cache.paces()
-        return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases, paces)
+        return usage_document(usage, self._answer.num_tokens, self._service.tiers, phases, paces, self._arrival.name)
 
     def _name(self, token: int) -> str:
         return token_id(token) if self._asked.tokens_as_ids else self._service.token_names(token)

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from headwater.core.errors import needs_extra
-from headwater.disagg.headers import ATTEMPTS, HEALTH, MODELS, REQUEST_ID, TIMEOUT
+from headwater.disagg.headers import ATTEMPTS, HEALTH, MODELS, REQUEST_ID, REQUESTS, TIMEOUT
 from headwater.disagg.node_auth import HELLO_PATH, Admitted
 from headwater.metrics import Metrics
 from headwater.serve import errors
@@ -109,7 +109,7 @@ class Guard:
             self._metrics.count("http_requests_total", endpoint=self._endpoint(scope["path"]), status=status)
 
     def _endpoint(self, path: str) -> str:
-        for family in (MODELS, ATTEMPTS):
+        for family in (MODELS, ATTEMPTS, REQUESTS):
             if path.startswith(family + "/"):
                 path = family
         return path if path in self._paths else "other"

@@ -184,15 +184,18 @@ def usage_document(
     tiers: Sequence[str],
     phases: Mapping[str, float],
     paces: Mapping[str, tuple[float, float]],
+    request: str,
 ) -> Document:
     """What an answer of `num_tokens` cost; `tiers` are those of the cache, the device first.
 
-    `paces`: what a load from a tier takes to start, and each GiB, as the cache believes now.
+    `paces`: what a load from a tier takes to start, and each GiB, as the cache believes now. `request`: what
+    `headwater explain` knows it by.
     """
     return {
         **token_counts(usage.prompt_tokens, num_tokens),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "headwater": {
+            "request": request,
             "cached_tokens": {tier: usage.cached_by_tier.get(tier, 0) for tier in tiers},
             "computed_tokens": usage.computed_tokens,
             "ttft_s": usage.ttft_s,
