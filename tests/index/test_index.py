@@ -375,7 +375,7 @@ def test_a_slot_makes_no_other_move() -> None:
     with pytest.raises(AssertionError, match="slot 0 is FREE"):
         slots.give_back([0])  # twice
     assert slots.counts() == {
-        SlotState.FREE: 4, SlotState.OWN: 0, SlotState.KNOWN: 0, SlotState.QUARANTINED: 0,
+        SlotState.FREE: 4, SlotState.OWN: 0, SlotState.KNOWN: 0, SlotState.QUARANTINED: 0, SlotState.LEAVING: 0,
     }  # fmt: skip
 
 

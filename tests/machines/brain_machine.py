@@ -62,7 +62,7 @@ MOVES: Final = (
     *("ask", "ask", "ask", "live", "live", "live", "live_long", "live_long", "reserve", "reserve", "reserve"),
     *("commit", "commit", "leave", "leave", "give_up", "squeeze", "squeeze"),
     *("go_well", "go_well", "go_well", "go_well", "go_strangely", "go_strangely", "go_wrong", "go_on", "falter"),
-    *("store_changes", "store_changes", "switch", "measure", "wait", "talk_nonsense"),
+    *("purge", "purge", "store_changes", "store_changes", "switch", "measure", "wait", "talk_nonsense"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 255)),
@@ -172,7 +172,7 @@ class BrainMachine(RuleBasedStateMachine):
     def meanwhile(self, dice: random.Random) -> None:
         """Something else happens."""
         others = (self.ask_again, self.reserve, self.leave, self.go_strangely, self.go_wrong, self.go_on)
-        dice.choice((*others, self.switch, self.store_changes, self.wait))(dice.randint(0, 7), "", dice)
+        dice.choice((*others, self.purge, self.switch, self.store_changes, self.wait))(dice.randint(0, 7), "", dice)
 
     def ask_again(self, which: int, path: str, dice: random.Random) -> None:
         """Everybody who waits asks again."""
@@ -270,6 +270,7 @@ class BrainMachine(RuleBasedStateMachine):
         """Another node stores a sequence, and its beginning in the fastest store."""
         keys = path_keys(as_tokens(path), ROOTS[tenant])
         self.world.register(keys, tenant)
+        self.world.gone.difference_update(keys)
         self.world.put(store, keys)
         self.world.put(self.store(0), keys[:share])
 
@@ -292,6 +293,22 @@ class BrainMachine(RuleBasedStateMachine):
         """Computing was measured."""
         cost = {"base_s": dice.choice((0.0, 0.1, 3.0)), "slope_s": dice.choice((0.0, 0.5))}
         self.world.tell(ev.Paced(now_s=self.world.now_s, **cost))
+
+    def purge(self, which: int, path: str, dice: random.Random) -> None:
+        """Somebody wants a path gone, or a tenant; or that is done, or others come in between."""
+        world, tenant = self.world, dice.choice((0, 0, 0, 1))
+        if world.purge is None:
+            keys = path_keys(as_tokens(path), ROOTS[tenant])[: dice.randint(1, 4)]
+            world.register(keys, tenant)
+            world.begin_purge(keys, tenant)
+        else:
+            world.refuse(ev.PurgeBegan(now_s=world.now_s))
+        world.check()
+        if dice.random() < 0.4:
+            self.meanwhile(dice)
+        if world.purge is not None and dice.random() < 0.7:
+            world.end_purge()
+            world.refuse(ev.PurgeEnded(now_s=world.now_s))
 
     # --- nonsense -----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ What it keeps to:
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from headwater.cache import snapshot
@@ -25,9 +26,10 @@ from headwater.cache.accounts import Accounts
 from headwater.cache.bill import bill
 from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
-from headwater.cache.match import DEVICE, BlockStatus, Match, MatchPart
+from headwater.cache.match import DEVICE, BlockStatus, Match, describe
 from headwater.cache.moves import Moves
 from headwater.cache.placement import ComputeCost, TierState
+from headwater.cache.purging import Purges
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.reports import Reports
 from headwater.cache.saver import Saver
@@ -70,6 +72,8 @@ class Brain:
         self.saver = Saver(self.index, self.jobs, self.accounts)
         self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
+        parts = (self.index, self.slots, self.requests, self.saver, self.moves, self._out)
+        self.purges = Purges(*parts, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
@@ -79,6 +83,8 @@ class Brain:
             ev.Left: self._left,
             ev.Paced: self._paced,
             ev.Vacated: self._vacated,
+            ev.PurgeBegan: self.purges.began,
+            ev.PurgeEnded: self.purges.ended,
             ev.Copied: reports.copied,
             ev.Stuck: reports.stuck,
             ev.JobDone: reports.job_done,
@@ -104,6 +110,7 @@ class Brain:
             raise InvalidInput(f"a brain hears events, not {type(event).__name__}")
         self._out.clear()
         handler(event)
+        self.purges.sweep()
         self._check()
         return self._out[:]
 
@@ -157,6 +164,7 @@ class Brain:
             asked_s=event.now_s,
         )
         self.requests[event.request] = request
+        self.purges.bar(request)
         self.loader.probe(request, event.now_s)
         self.saver.hit(request, event.now_s)
 
@@ -167,23 +175,14 @@ class Brain:
     def view(self, name: str) -> Match:
         """What is there of a request's prompt now. Changes nothing."""
         request = self._request(name)
-        on_device, total = min(request.hold.num_blocks, request.num_prompt), request.num_prompt
-        parts: list[MatchPart] = []
-        if on_device:
-            parts.append(MatchPart(BlockStatus.HIT, DEVICE, 0, on_device))
-        at = on_device
-        while at < total:
-            status, tier = self._status(request, at)
-            end = at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, total)
-            if parts and parts[-1][:2] == (status, tier):
-                parts[-1] = parts[-1]._replace(end=end)
-            else:
-                parts.append(MatchPart(status, tier, at, end))
-            at = end
-            if status is BlockStatus.MISS or (status is BlockStatus.PENDING and not request.reserved):
-                parts[-1] = parts[-1]._replace(end=total)  # nobody can say more of what comes behind
-                break
-        return Match(name, total, tuple(parts))
+
+        def row_end(at: int, tier: str | None) -> int:
+            total = request.num_prompt
+            return at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, total)
+
+        num_held = min(request.hold.num_blocks, request.num_prompt)
+        status = partial(self._status, request)
+        return describe(name, request.num_prompt, num_held, status, row_end, reserved=request.reserved)
 
     def _status(self, request: RequestRecord, at: int) -> tuple[BlockStatus, str | None]:
         if request.reserved:
@@ -216,7 +215,7 @@ class Brain:
         if first:
             request.base = have
             request.reserved_s = event.now_s
-        for key in request.keys[have : request.num_blocks]:
+        for key in request.keys[have : request.num_shared(request.num_blocks)]:
             self.pending.setdefault(key, event.request)
         self._out.append(ev.Granted(request=event.request, slots=self._table(request)))
         if first:
@@ -276,6 +275,7 @@ class Brain:
             raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
         _require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
+        self.purges.bar(request)
         self._enter(request, event.keys, event.now_s)
         num_met = self.loader.settle(request, event.now_s)
         self.saver.commit(request, len(event.keys) + num_met, event.now_s)
@@ -291,6 +291,10 @@ class Brain:
         """Finished blocks get into the index; those that were there already keep their earlier slot."""
         start = request.hold.num_blocks
         own = request.own[start - request.base : start - request.base + len(keys)]
+        num_shared = request.num_shared(start + len(keys)) - start
+        if num_shared < len(keys):
+            self._enter_apart(request, keys, own, max(0, num_shared), now_s, seen=seen)
+            return
         if start == 0 and keys:
             self.saver.entered(request, keys[0])
         taken = self.index.extend(request.hold, keys, own, now_s=now_s, seen=seen)
@@ -299,6 +303,16 @@ class Brain:
         self.accounts.add("duplicate_blocks_total", num_known)
         self.moves.entered(keys[num_known:], request.before(start + num_known), start + num_known)
         self._forget_pending(request.request, keys)
+
+    def _enter_apart(
+        self, request: RequestRecord, keys: Sequence[BlockKey], own: list[int], at: int, now_s: float, *, seen: bool
+    ) -> None:
+        """From `at` on, finished blocks are the request's alone."""
+        if at:
+            self._enter(request, keys[:at], now_s, seen=seen)
+        self.index.extend_apart(request.hold, keys[at:], own[at:])
+        self.slots.know_apart(own[at:])
+        self._forget_pending(request.request, keys[at:])
 
     def _left(self, event: ev.Left) -> None:
         request = self._request(event.request)

@@ -115,6 +115,23 @@ class Vacated(Event):
     slots: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeBegan(Event):
+    """Somebody wants blocks gone: the last of these and all that builds on it; without keys, all of a tenant.
+
+    Until PurgeEnded nothing of them is read from a store or written to one, and what requests have of them is found by
+    nobody else, then or later.
+    """
+
+    keys: tuple[BlockKey, ...] = ()  # from the first of the path on
+    tenant: bytes = NO_TENANT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeEnded(Event):
+    """They were removed from the stores, as far as those can be reached."""
+
+
 # --- what the executor says -------------------------------------------------------------------------------------------
 
 
@@ -273,6 +290,14 @@ class Granted(Instruction):
 
     request: str
     slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Purged(Instruction):
+    """Blocks that were on the device, and that nobody finds there any more. `num_held` leave with who holds them."""
+
+    keys: tuple[BlockKey, ...]
+    num_held: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,11 @@ class Appraisal:
         self.num_blocks -= 1
         self._depths -= depth
 
+    def gone(self, depth: int, num_blocks: int) -> None:
+        """Blocks from `depth` on are not there any more because somebody said so: that tells nothing of their like."""
+        self.num_blocks -= num_blocks
+        self._depths -= num_blocks * depth + num_blocks * (num_blocks - 1) // 2
+
     def facts(self) -> list[object]:
         """All that was counted, for snapshots."""
         return [
