@@ -154,7 +154,12 @@ class World:
             assert guest.table == before
             assert not any(isinstance(one, ev.Job) for one in out)
             return None
-        if guest.barred is None and before is None and load and guest.base < min(guest.num_prompt, len(guest.table or ())):
+        if (
+            guest.barred is None
+            and before is None
+            and load
+            and guest.base < min(guest.num_prompt, len(guest.table or ()))
+        ):
             brain_checks.check_loads(self, guest, promised)
         return guest.table
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from headwater.cache.match import Match
+from headwater.cache.match import DEVICE, Match
 from headwater.cache.records import JobKind
 from headwater.cache.shell import Shell
 from headwater.core import events as ev
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Status
+from headwater.core.results import Status, TierPurge
 
 log = logging.getLogger("headwater")
 
@@ -216,6 +216,39 @@ class TieredCache(Shell):
     def throttle_saves(self, *, on: bool) -> None:
         """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
         self._executor.throttle_saves(on=on)
+
+    # --- who runs it --------------------------------------------------------------------------------------------------
+
+    def purge(
+        self, keys: Sequence[BlockKey] = (), *, tenant: bytes = ev.NO_TENANT, timeout_s: float = 60.0
+    ) -> tuple[ev.Purged, list[TierPurge]]:
+        """Have the last of these blocks gone, with all that builds on it; without keys, all of a tenant.
+
+        `keys` are of the whole path, from its first block on. When this returns, nobody who asks finds them here, on
+        the device or in a store, but where the answer says that a store could not be reached; requests that run keep
+        what they have, alone. Blocks: for writes that had begun, and for the stores, about `timeout_s` at most. Raises
+        InvalidInput while another purge is under way, and where nobody can reach the stores; HeadwaterError if the
+        brain fails meanwhile.
+        """
+        if self._purger is None and self.tiers:
+            raise InvalidInput(f"nobody here can remove blocks from {', '.join(self.tiers)}")
+        with self._lock:
+            order = ev.PurgeBegan(now_s=self._now_s(), keys=tuple(keys), tenant=tenant)
+            said = [one for one in self._handle(order) if isinstance(one, ev.Purged)]
+            generation = self.generation
+        try:
+            known = said[0].keys if said else ()
+            tiers = self._purger.purge(order, self.tiers, known, timeout_s) if self._purger is not None else []
+        finally:
+            with self._lock:
+                whole = bool(said) and generation == self.generation
+                if whole:
+                    self._handle(ev.PurgeEnded(now_s=self._clock.monotonic()))
+        if not whole:
+            raise HeadwaterError("the cache's brain failed meanwhile: some of it may be back, so purge again")
+        for tier, num in ((DEVICE, len(known)), *((one.tier, one.num_removed) for one in tiers)):
+            self.metrics.count("purged_blocks_total", num, tier=tier)
+        return said[0], tiers
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

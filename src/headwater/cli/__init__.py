@@ -5,6 +5,7 @@ to go wrong (`HeadwaterError`, a file that cannot be opened) is one line and exi
 """
 
 from headwater.cli import bench_vllm, fleet, plan, prove, serve, store, watch
+from headwater.cli.admin import admin
 from headwater.cli.bench import bench
 from headwater.cli.main import app
 from headwater.cli.pool import pool
@@ -12,5 +13,6 @@ from headwater.cli.pool import pool
 __all__ = ["app"]
 
 _COMMANDS = (prove, plan, serve, watch, fleet, store, bench_vllm)  # importing them has told the application of theirs
+app.add_typer(admin, name="admin")
 app.add_typer(pool, name="pool")
 app.add_typer(bench, name="bench")

@@ -96,7 +96,8 @@ class Service:
         self.tiers: Final = ("device", *running.cache.brain.tiers)
         self.token_names: Final = TokenNames(running.tokenizer)
         self.unread: Final = Unread()
-        self.stopping = False  # nothing new is taken
+        self.stopping = False  # nothing new is taken, and the end has come
+        self.draining = False  # nothing new is taken, until somebody says otherwise
         self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0  # places that are taken: choices
         max_tokens = running.engine.max_tokens
@@ -179,6 +180,8 @@ class Service:
     def _require_places(self, number: int) -> None:
         if self.stopping:
             raise errors.closing()
+        if self.draining:
+            raise errors.draining()
         if number > self.num_free:
             raise errors.queue_full()
 

@@ -95,7 +95,7 @@ def heartbeats(service: Service) -> HeartbeatSender | None:
             epoch=epoch,
             max_model_len=engine.max_tokens,
             max_answers=config.max_running if config.role is Role.DECODE else engine.max_requests,
-            draining=service.stopping or not engine.alive,
+            draining=service.stopping or service.draining or not engine.alive,
             clock_s=time.time(),
             load=NodeLoad(running=running_now, waiting=waiting, free_slots=free),
             rates=Rates(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, pool_tokens_per_s=pool),

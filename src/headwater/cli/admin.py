@@ -1,0 +1,113 @@
+"""`headwater admin`: what is asked of a server that runs."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.text import Text
+
+from headwater.cli.options import Json, key_option, print_json
+from headwater.config import environment
+from headwater.config.serve import DEFAULT_PORT
+from headwater.core.errors import HeadwaterError, InvalidConfig
+from headwater.lab import draw
+
+admin = typer.Typer(help="Ask something of a server that runs: purge, drain.", no_args_is_help=True)
+
+_LOOK_EVERY_S: Final = 0.5
+
+Url = Annotated[str, typer.Option(metavar="URL", help="Where the server is.")]
+
+
+AdminKey = Annotated[
+    str | None, typer.Option("--api-key", help="The server's key.", show_default="$HEADWATER_API_KEY, or none")
+]
+
+
+Salt = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="The tenant's `cache_salt`.", show_default="the one without a salt")
+]
+
+
+@admin.command()
+def purge(
+    prompt: Annotated[
+        str | None, typer.Argument(help="A prefix, as text. What builds on its last full block goes.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The prefix as token ids: a JSON list in a file.")
+    ] = None,
+    cache_salt: Salt = None,
+    whole_tenant: Annotated[bool, typer.Option("--whole-tenant", help="Everything of that tenant.")] = False,
+    from_token: Annotated[
+        int | None, typer.Option(help="Blocks of the prefix go from this token on.", show_default="its last full block")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that it may take.")] = 60.0,
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Have blocks gone from every tier of a server: a prefix with all that builds on it, or a tenant."""
+    from headwater.serve.purge import ask_to_purge
+
+    if sum((prompt is not None, tokens is not None, whole_tenant)) != 1:
+        raise InvalidConfig("say what to purge: a prefix as text, or --tokens FILE, or --whole-tenant")
+    order: dict[str, Any] = {
+        "prompt": prompt if tokens is None else _token_ids(tokens),
+        "cache_salt": cache_salt,
+        "whole_tenant": whole_tenant,
+        "from_token": from_token,
+        "timeout_s": timeout,
+    }
+    key = key_option(api_key, environment.default_api_key())
+    found = ask_to_purge(url.rstrip("/"), order, key=key, timeout_s=timeout)
+    print_json({"command": "admin purge", **found.document()}) if as_json else draw.purged(found)
+    if not found.whole:
+        raise typer.Exit(1)
+
+
+@admin.command()
+def drain(
+    undo: Annotated[bool, typer.Option("--undo", help="Take requests again.")] = False,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for requests under way; exit code 1 if some are left.")
+    ] = 0.0,
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Have a server take nothing new (503 with Retry-After) and finish what it has; a router leaves it out."""
+    from headwater.serve.ask_server import DRAIN, ask_server
+
+    key, address = key_option(api_key, environment.default_api_key()), url.rstrip("/")
+    until_s = time.monotonic() + wait
+    found = ask_server(address, DRAIN, key=key, timeout_s=10.0, body=json.dumps({"undo": undo}).encode())
+    while not (undo or _drained(found, address)) and time.monotonic() < until_s:
+        time.sleep(_LOOK_EVERY_S)
+        found = ask_server(address, DRAIN, key=key, timeout_s=10.0)
+    drained = _drained(found, address)
+    if as_json:
+        print_json({"command": "admin drain", **found})
+    elif undo:
+        draw.output().print("requests are taken again")
+    else:
+        left = "nothing is under way" if drained else f"{found['requests']} requests are under way"
+        draw.output().print(Text(f"nothing new is taken; {left}"))
+    if wait and not (undo or drained):
+        raise typer.Exit(1)
+
+
+def _drained(found: object, address: str) -> bool:
+    """What a server says of it. Raises HeadwaterError for no such answer."""
+    if not (isinstance(found, dict) and {"draining", "requests", "drained"} <= found.keys()):
+        raise HeadwaterError(f"no headwater server answers at {address}")
+    return found["drained"] is True
+
+
+def _token_ids(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidConfig(f"{path} is not JSON: {error}") from error

@@ -1,0 +1,102 @@
+"""What an administrator may ask of a node that runs, besides looking: purge, drain. `revive` is in `revive.py`.
+
+Behind the API key as everything is; bodies are JSON and bounded. What blocks runs beside the event loop, one call at a
+time: a second one waits.
+"""
+
+import asyncio
+from typing import Final
+
+from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed, needs_extra
+from headwater.serve import errors
+from headwater.serve.ask_server import DRAIN
+from headwater.serve.asked import salt_of
+from headwater.serve.body import Fields, as_text, parse
+from headwater.serve.errors import ApiError
+from headwater.serve.purge import MAX_TIMEOUT_S, PURGE, PurgeReport, purge
+from headwater.serve.service import Service
+
+with needs_extra("serve"):
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+PATHS: Final = (PURGE, DRAIN)
+_MOST_BYTES: Final = 1 << 20  # of a body: a prefix
+_MOST_TOKEN: Final = (1 << 32) - 1
+
+
+class Admin:
+    """The routes. For one event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._purging = asyncio.Lock()
+        self.routes: Final = [
+            Route(PURGE, self.purge, methods=["POST"]),
+            Route(DRAIN, self.drain, methods=["POST"]),
+            Route(DRAIN, self.drained, methods=["GET"]),
+        ]
+
+    async def purge(self, http: Request) -> Response:
+        """Have a prefix, or a tenant, gone from every tier."""
+        body = await self._body(http)
+        prompt, salt = _prompt(body), salt_of(body)
+        from_token = body.integer("from_token", 0, _MOST_TOKEN)
+        timeout_s = body.number("timeout_s", 0.1, MAX_TIMEOUT_S) or 60.0
+        whole = body.flag("whole_tenant")
+        special = body.flag("add_special_tokens", default=True)
+        body.refuse_rest(PURGE)
+        if whole == (prompt is not None):
+            message = "give a `prompt`, text or token ids, or say `whole_tenant`; with `cache_salt`, of that tenant"
+            raise errors.invalid("prompt", message)
+        running = self._service.running
+
+        def work() -> PurgeReport:
+            ids = running.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            identity = running.engine.model.identity
+            return purge(
+                running.cache, identity, salt=salt, tokens=ids, from_token=from_token, timeout_s=timeout_s
+            )  # fmt: skip
+
+        async with self._purging:
+            try:
+                found = await run_in_threadpool(work)
+            except InvalidInput as error:
+                raise errors.invalid("prompt", str(error)) from error
+            except ResourceClosed as error:
+                raise errors.closing() from error
+            except HeadwaterError as error:
+                raise ApiError(503, str(error), kind="server_error", code="purge_failed") from error
+        return JSONResponse(found.document())
+
+    async def drain(self, http: Request) -> Response:
+        """Take nothing new, or, with `undo`, take it again."""
+        body = await self._body(http)
+        undo = body.flag("undo")
+        body.refuse_rest(DRAIN)
+        self._service.draining = not undo
+        return await self.drained(http)
+
+    async def drained(self, http: Request) -> Response:
+        """Whether nothing new is taken, and how many requests are still under way."""
+        num_left = self._service.num_inside
+        draining = self._service.draining
+        return JSONResponse({"draining": draining, "requests": num_left, "drained": draining and not num_left})
+
+    async def _body(self, http: Request) -> Fields:
+        async with self._service.bodies.body_of(http, _MOST_BYTES) as data:
+            return Fields(parse(data))
+
+
+def _prompt(body: Fields) -> str | list[int] | None:
+    """Text or token ids; None where there are none. Raises ApiError."""
+    value = body.get("prompt")
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return as_text(value, "prompt")
+    if not (isinstance(value, list) and all(type(one) is int and 0 <= one <= _MOST_TOKEN for one in value)):
+        raise errors.invalid("prompt", "prompt must be text or a list of token ids")
+    return value
