@@ -48,6 +48,7 @@ def check(world: "World") -> None:
         check_view(world, guest)
     check_marks(world)
     check_purged(world)
+    check_pins(world)
     check_sums(world)
 
 
@@ -57,6 +58,13 @@ def check_purged(world: "World") -> None:
     for held in (world.known.keys(), *world.stores.values()):
         assert world.gone.isdisjoint(held), "purged, and back"
     assert world.guests or world.read() or not world.leaving(), "kept for nobody"
+
+
+def check_pins(world: "World") -> None:
+    """What is pinned is there, whatever happened since."""
+    assert [pin.name for pin in world.brain.pins] == list(world.pins)
+    for keys, _, _ in world.pins.values():
+        assert world.known.keys() >= set(keys), "pinned, and gone"
 
 
 def check_marks(world: "World") -> None:

@@ -62,7 +62,19 @@ MOVES: Final = (
     *("ask", "ask", "ask", "live", "live", "live", "live_long", "live_long", "reserve", "reserve", "reserve"),
     *("commit", "commit", "leave", "leave", "give_up", "squeeze", "squeeze"),
     *("go_well", "go_well", "go_well", "go_well", "go_strangely", "go_strangely", "go_wrong", "go_on", "falter"),
-    *("purge", "purge", "store_changes", "store_changes", "switch", "measure", "wait", "talk_nonsense"),
+    *(
+        "pin",
+        "pin",
+        "unpin",
+        "purge",
+        "purge",
+        "store_changes",
+        "store_changes",
+        "switch",
+        "measure",
+        "wait",
+        "talk_nonsense",
+    ),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 255)),
@@ -92,6 +104,7 @@ def configs(draw: st.DrawFn) -> CacheConfig:
         tiers=tuple(replace(draw(tiers), name=name) for name in ("host", "disk", "pool")[:num_tiers]),
         policy=draw(st.sampled_from(("lru", "lru-2", "value"))),
         prefetch=draw(st.sampled_from((True, True, True, False))),
+        pin_share=draw(st.sampled_from((0.5, 0.1, 0.9))),
         ghosts=draw(st.sampled_from((None, 0, 2))),
         compute_base_s=draw(st.sampled_from((0.0, 0.0, 1.0))),
         compute_slope_s=draw(st.sampled_from((0.0, 0.5))),
@@ -293,6 +306,17 @@ class BrainMachine(RuleBasedStateMachine):
         """Computing was measured."""
         cost = {"base_s": dice.choice((0.0, 0.1, 3.0)), "slope_s": dice.choice((0.0, 0.5))}
         self.world.tell(ev.Paced(now_s=self.world.now_s, **cost))
+
+    def pin(self, which: int, path: str, dice: random.Random) -> None:
+        """Somebody wants a prefix to stay."""
+        tenant = dice.choice((0, 0, 0, 1))
+        keys = path_keys(as_tokens(path), ROOTS[tenant])
+        self.world.register(keys, tenant)
+        self.world.pin(NAMES[which % len(NAMES)], keys, tenant, dice.choice((None, None, 1.0)))
+
+    def unpin(self, which: int, path: str, dice: random.Random) -> None:
+        """It may go again."""
+        self.world.unpin(NAMES[which % len(NAMES)])
 
     def purge(self, which: int, path: str, dice: random.Random) -> None:
         """Somebody wants a path gone, or a tenant; or that is done, or others come in between."""

@@ -96,6 +96,7 @@ class World:
         self.marks_before: dict[BlockKey, int] = {}  # then
         self.purge: ev.PurgeBegan | None = None  # that is open
         self.purge_from = 0  # jobs up to this one had begun before it
+        self.pins: dict[str, tuple[tuple[BlockKey, ...], float, int]] = {}  # keys, until when, tenant
         self.gone: set[BlockKey] = set()  # purged, and computed by nobody since
         self.recorded: list[str] = []
         self.bills: list[ev.Finished] = []
@@ -168,6 +169,8 @@ class World:
         kept = set(guest.keys[: self.num_known(guest.keys)])
         for other in self.guests.values():
             kept.update(other.keys[: other.num_done])
+        for keys, _, _ in self.pins.values():
+            kept.update(keys)
         for errand in self.errands.values():
             if isinstance(errand.order, ev.Save) and not errand.copied:
                 kept.update(self._lineage(errand.order.keys[-1]))
@@ -292,11 +295,41 @@ class World:
             if not self.purge.keys and TENANTS[guest.tenant] == self.purge.tenant:
                 guest.barred = 0
 
+    def pin(self, name: str, keys: Sequence[BlockKey], tenant: int, ttl_s: float | None) -> None:
+        """Somebody wants a prefix to stay, within a budget."""
+        until_s = 0.0 if ttl_s is None else self.now_s + ttl_s
+        event = ev.Pinned(now_s=self.now_s, name=name, keys=tuple(keys), tenant=TENANTS[tenant], until_s=until_s)
+        there = event.keys[: self.num_known(keys)]
+        lasting = [
+            kept for other, (kept, end_s, _) in self.pins.items() if other != name and not 0 < end_s <= self.now_s
+        ]
+        others = {key for kept in lasting for key in kept}
+        budget = int(self.config.num_slots * self.config.pin_share)
+        if not there or len(others.union(there)) > budget:
+            said = self.refuse(event)
+            assert not there or f"may keep {budget}" in said
+            return
+        assert self.tell(event) == []
+        self.pins.pop(name, None)
+        self.pins[name] = there, until_s, tenant
+
+    def unpin(self, name: str) -> None:
+        """It may go again."""
+        event = ev.Unpinned(now_s=self.now_s, name=name)
+        if name not in self.pins:
+            self.refuse(event)
+            return
+        del self.pins[name]
+        self.tell(event)
+
     def begin_purge(self, keys: Sequence[BlockKey], tenant: int) -> ev.Purged:
         """Somebody wants blocks gone."""
         event = self.purge = ev.PurgeBegan(now_s=self.now_s, keys=tuple(keys), tenant=TENANTS[tenant])
         self.purge_from = self.num_jobs
         doomed = {key for key in self.known if self.is_doomed(key)}
+        for name, (kept, _, of) in list(self.pins.items()):
+            if any(map(self.is_doomed, kept)) or (not keys and of == tenant):
+                del self.pins[name]
         for guest in self.guests.values():
             self.bar(guest)
             if guest.barred is not None and guest.table is None:
@@ -405,6 +438,8 @@ class World:
         elif isinstance(order, ev.Load):
             for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)
+                if guest is not None and guest.barred is None and key not in self.stores[order.store]:
+                    self.gone.discard(key)  # a store that lies, and was promised to have it
             if guest is not None and errand in guest.rows:
                 if not num_leading(errand.results, (Status.HIT,)):
                     guest.rows.remove(errand)
@@ -459,6 +494,9 @@ class World:
         known = self.known
         self.num_jobs_before, self.marks_before = self.num_jobs, brain_checks.index_marks(self)
         out = self.brain.handle(event)
+        for name, (_, until_s, _) in list(self.pins.items()):
+            if 0 < until_s <= event.now_s:
+                del self.pins[name]
         self.known = {key: slot for key, _, slot in self.brain.blocks()}
         assert isinstance(copy, ev.Event)
         assert self.twin.handle(copy) == out, "a second brain said something else"
@@ -498,7 +536,13 @@ class World:
         asked: int,
         known: dict[BlockKey, int],
     ) -> None:
-        if isinstance(one, ev.Granted):
+        if isinstance(one, ev.Tell) and one.kind == "pin_gave_way":
+            assert guest is not None
+            assert isinstance(event, ev.Wanted)
+            kept, _, _ = self.pins.popitem()[1]
+            others = {key for keys, _, _ in self.pins.values() for key in keys}.union(kept) - set(guest.keys)
+            assert event.num_blocks > self.config.num_slots - len(others), "it would have fitted beside the pins"
+        elif isinstance(one, ev.Granted):
             assert guest is not None
             assert isinstance(event, ev.Wanted)
             assert guest.name == one.request
@@ -652,6 +696,8 @@ class World:
         """Everybody leaves and every job ends: nothing must be left but known blocks."""
         if self.purge is not None:
             self.end_purge()
+        for name in list(self.pins):
+            self.unpin(name)
         for guest in list(self.guests.values()):
             self.leave(guest)
             self.check()

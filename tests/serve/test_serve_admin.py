@@ -215,3 +215,32 @@ def test_a_server_that_drains_finishes_and_takes_nothing_new(here: Served) -> No
     assert ask(here, PROMPT)[0]
     assert here.post("/admin/drain", {"undo": 1}, headers=AUTH).status_code == 400
     assert here.post("/admin/drain", {}).status_code == 401
+
+
+def test_a_pin_outlasts_what_else_is_asked_and_is_counted(here: Served) -> None:
+    ask(here, PROMPT)
+    most = here.get("/admin/pins", headers=AUTH).json()["most_blocks"]
+    assert most == 6, "a tenth of 64"
+    too_much = here.post("/admin/pins", {"prompt": PROMPT[: 9 * size(here)]}, headers=AUTH)
+    assert too_much.status_code == 400
+    assert "may keep 6 of 64" in too_much.json()["error"]["message"]
+    system = PROMPT[: 4 * size(here)]
+    made = here.post("/admin/pins", {"prompt": system, "name": "system"}, headers=AUTH).json()
+    assert made == {"name": "system", "num_blocks": 4, "left_s": None, "wanted": 4}
+    for first in range(1, 8):
+        ask(here, [first, *range(20, 220)])
+    with here.running.cache.still() as brain:
+        brain.validate()
+        assert {key for pin in brain.pins for key in pin.keys} <= {key for key, _, _ in brain.blocks()}
+    assert ask(here, PROMPT)[1] >= len(system)
+    shown = command(here, "pin")
+    assert "4 of 6 blocks are pinned" in shown.stdout
+    assert "system: 4 blocks" in shown.stdout
+    assert json.loads(command(here, "unpin", "system", "--json").stdout)["pins"] == []
+    assert command(here, "unpin", "system").exit_code == 1
+    shown = command(here, "pin", "never asked, and long enough for a block of it", "--ttl", "5")
+    assert shown.exit_code == 1
+    assert "send the prompt once" in shown.stderr
+    assert here.post("/admin/pins", {"prompt": system, "ttl_s": 0}, headers=AUTH).status_code == 400
+    assert here.post("/admin/unpin", {}, headers=AUTH).status_code == 400
+    assert here.post("/admin/pins", {"prompt": system}).status_code == 401

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from headwater.cache.match import DEVICE, Match
 from headwater.cache.records import JobKind
@@ -49,6 +49,14 @@ class Progress:
     stuck: bool = False
     meeting: bool = False
     num_claimed: int = 0
+
+
+class PinFacts(NamedTuple):
+    """A pin, as people see it."""
+
+    name: str
+    num_blocks: int
+    left_s: float | None  # None: for good
 
 
 _HIT: Final = frozenset({Status.HIT})
@@ -249,6 +257,32 @@ class TieredCache(Shell):
         for tier, num in ((DEVICE, len(known)), *((one.tier, one.num_removed) for one in tiers)):
             self.metrics.count("purged_blocks_total", num, tier=tier)
         return said[0], tiers
+
+    def pin(
+        self, name: str, keys: Sequence[BlockKey], *, tenant: bytes = ev.NO_TENANT, ttl_s: float | None = None
+    ) -> PinFacts:
+        """Keep on the device what is there of a prefix, until `unpin`, for `ttl_s`, or until a purge takes it.
+
+        Counts against `CacheConfig.pin_share`. One of the same name is replaced. Raises InvalidInput, with what there
+        is, for more than the budget, and where nothing of the prefix is on the device.
+        """
+        with self._lock:
+            now_s = self._now_s()
+            until_s = 0.0 if ttl_s is None else now_s + ttl_s
+            self._handle(ev.Pinned(now_s=now_s, name=name, keys=tuple(keys), tenant=tenant, until_s=until_s))
+            return next((pin for pin in self.pins() if pin.name == name), PinFacts(name, 0, None))
+
+    def unpin(self, name: str) -> None:
+        """Let it go again. Raises InvalidInput for a pin that is not there."""
+        with self._lock:
+            self._handle(ev.Unpinned(now_s=self._now_s(), name=name))
+
+    def pins(self) -> list[PinFacts]:
+        """Every pin, oldest first. Does not block."""
+        with self._lock:
+            now_s = self._now_s()
+            left = ((pin, pin.until_s - now_s if pin.until_s else None) for pin in self.brain.pins)
+            return [PinFacts(pin.name, len(pin.keys), left_s) for pin, left_s in left if left_s is None or left_s > 0]
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

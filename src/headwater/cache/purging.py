@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from headwater.cache.moves import Moves
+from headwater.cache.pinning import Pins
 from headwater.cache.records import RequestRecord
 from headwater.cache.saver import Saver
 from headwater.core import events as ev
@@ -32,6 +33,7 @@ class Purges:
         slots: DeviceSlots,
         requests: Mapping[str, RequestRecord],
         saver: Saver,
+        pins: Pins,
         moves: Moves,
         out: list[ev.Instruction],
         *,
@@ -43,6 +45,7 @@ class Purges:
         self._slots = slots
         self._requests = requests
         self._saver = saver
+        self._pins = pins
         self._moves = moves
         self._out = out
         self._forget_pending = forget_pending
@@ -54,6 +57,7 @@ class Purges:
         if len(event.tenant) != TENANT_BYTES:
             raise InvalidInput(f"a tenant is {TENANT_BYTES} bytes (CacheIdentity.tenant), not {len(event.tenant)}")
         self.open = event
+        self._pins.purged(event)
         cut = self._cut(event)
         for request in self._requests.values():
             if self.bar(request) and request.barred is not None:

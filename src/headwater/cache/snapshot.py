@@ -75,6 +75,8 @@ def digest(brain: "Brain") -> str:
     }
     if brain.purges.open is not None:
         state["purge"] = [[key.hex() for key in brain.purges.open.keys], brain.purges.open.tenant.hex()]
+    if pins := brain.pins.facts():
+        state["pins"] = pins
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -82,6 +84,7 @@ def validate(brain: "Brain") -> None:
     """Raise AssertionError if the brain contradicts itself. Reads everything."""
     brain.index.validate()
     brain.slots.validate()
+    brain.pins.validate()
     own: list[int] = []
     loading: set[int] = set()
     for name, request in brain.requests.items():

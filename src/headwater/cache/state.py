@@ -28,10 +28,12 @@ from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
 from headwater.cache.match import DEVICE, BlockStatus, Match, describe
 from headwater.cache.moves import Moves
+from headwater.cache.pinning import Pins
 from headwater.cache.placement import ComputeCost, TierState
 from headwater.cache.purging import Purges
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.reports import Reports
+from headwater.cache.room import Room
 from headwater.cache.saver import Saver
 from headwater.config.cache import CacheConfig
 from headwater.core import events as ev
@@ -72,7 +74,9 @@ class Brain:
         self.saver = Saver(self.index, self.jobs, self.accounts)
         self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
-        parts = (self.index, self.slots, self.requests, self.saver, self.moves, self._out)
+        self.pins = Pins(self.index, config.num_slots, config.pin_share, self._out)
+        self.room = Room(self.index, self.slots, self.requests, self.saver, self.pins)
+        parts = (self.index, self.slots, self.requests, self.saver, self.pins, self.moves, self._out)
         self.purges = Purges(*parts, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
@@ -83,6 +87,8 @@ class Brain:
             ev.Left: self._left,
             ev.Paced: self._paced,
             ev.Vacated: self._vacated,
+            ev.Pinned: self.pins.pinned,
+            ev.Unpinned: self.pins.unpinned,
             ev.PurgeBegan: self.purges.began,
             ev.PurgeEnded: self.purges.ended,
             ev.Copied: reports.copied,
@@ -110,6 +116,7 @@ class Brain:
             raise InvalidInput(f"a brain hears events, not {type(event).__name__}")
         self._out.clear()
         handler(event)
+        self.pins.expire(event.now_s)
         self.purges.sweep()
         self._check()
         return self._out[:]
@@ -205,7 +212,7 @@ class Brain:
             self._advance(request, event.now_s)
         have = request.hold.num_blocks if first else request.num_blocks
         num_wanted = max(0, event.num_blocks - have)
-        self._make_way(request, num_wanted, event.now_s)
+        self.room.make(request, num_wanted, event.now_s)
         taken = self.slots.take(num_wanted)
         if taken is None:
             return
@@ -224,22 +231,6 @@ class Brain:
                 self.loader.load(request, event.now_s, promised=event.promised, meet=event.meet)
             self._settle(request, event.now_s)
         self._clean(event.now_s)
-
-    def _make_way(self, request: RequestRecord, num_wanted: int, now_s: float) -> None:
-        """Before a request that would run is refused, who only waits gives up its hold, the newest first.
-
-        Then saves that wait for a slow store give up their blocks; that takes effect when the executor has heard it.
-        """
-        if num_wanted > self.slots.num_slots - sum(len(one.own) for one in self.requests.values()):
-            return  # it could not be had if all of them gave way
-        for other in reversed(self.requests.values()):
-            if self.slots.num_available >= num_wanted:
-                return
-            if not other.reserved and other is not request and other.hold.num_blocks:
-                self.index.release(other.hold, now_s=now_s)
-                other.hold = self.index.hold([], now_s=now_s)
-                other.gave_way = True
-        self.saver.make_way(num_wanted - self.slots.num_available)
 
     def _advance(self, request: RequestRecord, now_s: float) -> int:
         """Hold what is known by now of a request's blocks."""

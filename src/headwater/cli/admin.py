@@ -14,7 +14,7 @@ from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab import draw
 
-admin = typer.Typer(help="Ask something of a server that runs: purge, drain.", no_args_is_help=True)
+admin = typer.Typer(help="Ask something of a server that runs: purge, pin, unpin, drain.", no_args_is_help=True)
 
 _LOOK_EVERY_S: Final = 0.5
 
@@ -66,6 +66,65 @@ def purge(
     print_json({"command": "admin purge", **found.document()}) if as_json else draw.purged(found)
     if not found.whole:
         raise typer.Exit(1)
+
+
+@admin.command()
+def pin(
+    prompt: Annotated[str | None, typer.Argument(help="A prefix, as text.")] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The prefix as token ids: a JSON list in a file.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="To unpin it by.", show_default="made from its tokens")] = None,
+    cache_salt: Salt = None,
+    ttl: Annotated[
+        float | None, typer.Option(help="Seconds that it lasts.", show_default="until it is unpinned")
+    ] = None,
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Keep a prefix on a server's device, within its budget (`serve --pin-share`); without a prefix, list all pins."""
+    from headwater.serve.ask_server import PINS, ask_server
+
+    key, address = key_option(api_key, environment.default_api_key()), url.rstrip("/")
+    if prompt is not None and tokens is not None:
+        raise InvalidConfig("a prefix is text or --tokens FILE, and not both")
+    if prompt is None and tokens is None:
+        _show_pins(ask_server(address, PINS, key=key, timeout_s=10.0), as_json=as_json)
+        return
+    order = {"prompt": prompt if tokens is None else _token_ids(tokens), "name": name, "cache_salt": cache_salt}
+    body = json.dumps({**order, "ttl_s": ttl}).encode()
+    found = ask_server(address, PINS, key=key, timeout_s=60.0, body=body)
+    if as_json:
+        print_json({"command": "admin pin", **found})
+    else:
+        words = f"{found['name']}: {found['num_blocks']:,} of {found['wanted']:,} blocks stay on the device"
+        draw.output().print(Text(words), soft_wrap=True)
+
+
+@admin.command()
+def unpin(
+    name: Annotated[str, typer.Argument(help="The pin.")],
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Let the blocks of a pin go again, and list those that are left."""
+    from headwater.serve.ask_server import UNPIN, ask_server
+
+    key = key_option(api_key, environment.default_api_key())
+    body = json.dumps({"name": name}).encode()
+    _show_pins(ask_server(url.rstrip("/"), UNPIN, key=key, timeout_s=10.0, body=body), as_json=as_json)
+
+
+def _show_pins(found: Any, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"command": "admin pins", **found})
+        return
+    draw.output().print(f"{found['num_blocks']:,} of {found['most_blocks']:,} blocks are pinned")
+    for one in found["pins"]:
+        lasts = "" if one["left_s"] is None else f", for {one['left_s']:.0f} s more"
+        draw.output().print(Text(f"{one['name']}: {one['num_blocks']:,} blocks{lasts}"), soft_wrap=True)
 
 
 @admin.command()

@@ -116,6 +116,23 @@ class Vacated(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned(Event):
+    """Somebody wants what is on the device of a prefix to stay there, under a name."""
+
+    name: str
+    keys: tuple[BlockKey, ...]
+    tenant: bytes = NO_TENANT
+    until_s: float = 0.0  # 0: for good
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned(Event):
+    """It may go again."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PurgeBegan(Event):
     """Somebody wants blocks gone: the last of these and all that builds on it; without keys, all of a tenant.
 

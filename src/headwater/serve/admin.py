@@ -1,19 +1,20 @@
-"""What an administrator may ask of a node that runs, besides looking: purge, drain. `revive` is in `revive.py`.
+"""What an administrator may ask of a node that runs: purge, pin and unpin, drain. `revive` is in `revive.py`.
 
 Behind the API key as everything is; bodies are JSON and bounded. What blocks runs beside the event loop, one call at a
 time: a second one waits.
 """
 
 import asyncio
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed, needs_extra
 from headwater.serve import errors
-from headwater.serve.ask_server import DRAIN
+from headwater.serve.ask_server import DRAIN, PINS, UNPIN
 from headwater.serve.asked import salt_of
 from headwater.serve.body import Fields, as_text, parse
 from headwater.serve.errors import ApiError
-from headwater.serve.purge import MAX_TIMEOUT_S, PURGE, PurgeReport, purge
+from headwater.serve.purge import MAX_TIMEOUT_S, PURGE, PurgeReport, prefix_keys, purge
 from headwater.serve.service import Service
 
 with needs_extra("serve"):
@@ -22,7 +23,9 @@ with needs_extra("serve"):
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-PATHS: Final = (PURGE, DRAIN)
+PATHS: Final = (PURGE, PINS, UNPIN, DRAIN)
+_MAX_NAME: Final = 128
+_MAX_TTL_S: Final = 366 * 86_400.0
 _MOST_BYTES: Final = 1 << 20  # of a body: a prefix
 _MOST_TOKEN: Final = (1 << 32) - 1
 
@@ -35,6 +38,9 @@ class Admin:
         self._purging = asyncio.Lock()
         self.routes: Final = [
             Route(PURGE, self.purge, methods=["POST"]),
+            Route(PINS, self.pin, methods=["POST"]),
+            Route(PINS, self.pins, methods=["GET"]),
+            Route(UNPIN, self.unpin, methods=["POST"]),
             Route(DRAIN, self.drain, methods=["POST"]),
             Route(DRAIN, self.drained, methods=["GET"]),
         ]
@@ -54,7 +60,7 @@ class Admin:
         running = self._service.running
 
         def work() -> PurgeReport:
-            ids = running.tokenizer.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            ids = self._tokens(prompt, special=special)
             identity = running.engine.model.identity
             return purge(
                 running.cache, identity, salt=salt, tokens=ids, from_token=from_token, timeout_s=timeout_s
@@ -70,6 +76,57 @@ class Admin:
             except HeadwaterError as error:
                 raise ApiError(503, str(error), kind="server_error", code="purge_failed") from error
         return JSONResponse(found.document())
+
+    async def pin(self, http: Request) -> Response:
+        """Keep a prefix on the device, within the budget."""
+        body = await self._body(http)
+        prompt, salt, name = _prompt(body), salt_of(body), _name(body)
+        ttl_s = body.number("ttl_s", 0.1, _MAX_TTL_S)
+        special = body.flag("add_special_tokens", default=True)
+        body.refuse_rest(PINS)
+        if prompt is None:
+            raise errors.invalid("prompt", "give a `prompt`, text or token ids")
+        running = self._service.running
+
+        def work() -> dict[str, Any]:
+            identity = replace(running.engine.model.identity, salt=salt)
+            keys = prefix_keys(self._tokens(prompt, special=special) or (), identity, None)
+            made = running.cache.pin(name or keys[-1].hex()[:12], keys, tenant=identity.tenant, ttl_s=ttl_s)
+            return {**made._asdict(), "wanted": len(keys)}
+
+        try:
+            return JSONResponse(await run_in_threadpool(work))
+        except InvalidInput as error:
+            raise errors.invalid("prompt", str(error)) from error
+        except ResourceClosed as error:
+            raise errors.closing() from error
+
+    async def pins(self, http: Request) -> Response:
+        """Every pin, and the budget, in blocks."""
+        cache = self._service.running.cache
+        with cache.still() as brain:
+            pinned = {key for pin in brain.pins for key in pin.keys}
+            budget = {"num_blocks": len(pinned), "most_blocks": brain.pins.most_blocks}
+        return JSONResponse({**budget, "pins": [pin._asdict() for pin in cache.pins()]})
+
+    async def unpin(self, http: Request) -> Response:
+        """Let a pin's blocks go again."""
+        body = await self._body(http)
+        name = _name(body)
+        body.refuse_rest(UNPIN)
+        if name is None:
+            raise errors.invalid("name", "give the `name` of a pin")
+        try:
+            self._service.running.cache.unpin(name)
+        except InvalidInput as error:
+            raise ApiError(404, str(error), param="name", code="not_found") from error
+        return await self.pins(http)
+
+    def _tokens(self, prompt: str | list[int] | None, *, special: bool) -> list[int] | None:
+        """A long text takes a while."""
+        if isinstance(prompt, str):
+            return self._service.running.tokenizer.encode(prompt, add_special_tokens=special)
+        return prompt
 
     async def drain(self, http: Request) -> Response:
         """Take nothing new, or, with `undo`, take it again."""
@@ -88,6 +145,13 @@ class Admin:
     async def _body(self, http: Request) -> Fields:
         async with self._service.bodies.body_of(http, _MOST_BYTES) as data:
             return Fields(parse(data))
+
+
+def _name(body: Fields) -> str | None:
+    name = body.text("name")
+    if name is not None and not (1 <= len(name) <= _MAX_NAME and name.isprintable()):
+        raise errors.invalid("name", f"a name has 1 to {_MAX_NAME} printable characters")
+    return name
 
 
 def _prompt(body: Fields) -> str | list[int] | None:

@@ -10,6 +10,8 @@ from headwater.core.errors import HeadwaterError
 
 PATH: Final = "/admin/state"
 DRAIN: Final = "/admin/drain"
+PINS: Final = "/admin/pins"
+UNPIN: Final = "/admin/unpin"
 _MOST_BYTES: Final = 8 << 20  # of an answer
 
 
