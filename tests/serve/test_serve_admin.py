@@ -244,3 +244,43 @@ def test_a_pin_outlasts_what_else_is_asked_and_is_counted(here: Served) -> None:
     assert here.post("/admin/pins", {"prompt": system, "ttl_s": 0}, headers=AUTH).status_code == 400
     assert here.post("/admin/unpin", {}, headers=AUTH).status_code == 400
     assert here.post("/admin/pins", {"prompt": system}).status_code == 401
+
+
+def test_what_is_only_on_disk_is_warmed_into_the_host_tier(
+    directory: Path, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {
+        "api_key": KEY, "disk_directory": tmp_path / "disk", "disk_bytes": 16 << 20, "num_blocks": 64,
+    }  # fmt: skip
+    with serving(directory, model, **options) as here:
+        text, _ = ask(here, PROMPT)
+        ask(here, PREFIX, "alice")
+    with serving(directory, model, host_directory=tmp_path / "host", host_bytes=16 << 20, **options) as here:
+        num_all, num_prefix = len(PROMPT) // size(here), len(PREFIX) // size(here)
+        file = tmp_path / "prompts.jsonl"
+        file.write_text(f"{json.dumps(PROMPT)}\n{json.dumps({'prompt': PREFIX, 'cache_salt': 'alice'})}\n")
+        shown = command(here, "warm", str(file), "--json")
+        assert shown.exit_code == 0, shown.stderr
+        assert json.loads(shown.stdout)["held"] == {"host": num_all + num_prefix}
+        with here.running.cache.still() as brain:
+            assert not brain.blocks(), "nothing came to the device"
+            assert not brain.requests
+        body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 4}
+        answer = here.post("/v1/completions", body, headers=AUTH).json()
+        assert answer["choices"][0]["text"] == text
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert here.running.metrics.value("hit_tokens_total", tier="host") > 0
+        assert here.running.metrics.value("hit_tokens_total", tier="disk") == 0
+        found = here.post("/admin/warm", {"prompt": list(range(200, 100, -1))}, headers=AUTH).json()
+        assert found == {"blocks": 100 // size(here), "held": {"none": 100 // size(here)}}
+        for wrong in ({}, {"prompt": [1]}, {"prompt": PROMPT, "timeout_s": 0}, {"prompt": PROMPT, "file": "x"}):
+            assert here.post("/admin/warm", wrong, headers=AUTH).status_code == 400
+        file.write_text("nothing\n")
+        assert "line 1 is not JSON" in command(here, "warm", str(file)).stderr
+        late = command(here, "warm", str(file), "--timeout", "0")
+        assert (late.exit_code, "0 of 1 prompts" in late.stdout) == (1, True)
+
+
+def test_one_store_is_nothing_to_warm(here: Served) -> None:
+    found = here.post("/admin/warm", {"prompt": PROMPT}, headers=AUTH)
+    assert (found.status_code, "second store" in found.json()["error"]["message"]) == (400, True)

@@ -284,6 +284,49 @@ class TieredCache(Shell):
             left = ((pin, pin.until_s - now_s if pin.until_s else None) for pin in self.brain.pins)
             return [PinFacts(pin.name, len(pin.keys), left_s) for pin, left_s in left if left_s is None or left_s > 0]
 
+    def warm(
+        self,
+        request: str,
+        keys: Sequence[BlockKey],
+        *,
+        root: BlockKey,
+        tenant: bytes = ev.NO_TENANT,
+        timeout_s: float = 30.0,
+    ) -> Match:
+        """Bring what slower stores have of a prompt to the fastest, and nothing to the device. Returns what is where.
+
+        As a request that only waits does it: one row at a time, behind nobody's load. `request`: a name of its own.
+        Blocks, about `timeout_s` at most. Raises InvalidInput where there are not two stores, or no prefetch.
+        """
+        if len(self.tiers) < 2 or not self._config.prefetch:
+            raise InvalidInput("there is nothing to warm: it needs a second store, and prefetch")
+        until_s = self._clock.monotonic() + timeout_s
+        num_before = -1
+        while True:
+            with self._lock:
+                now_s = self._now_s()
+                arrived = ev.Arrived(now_s=now_s, request=request, keys=tuple(keys), root=root, tenant=tenant)
+                try:
+                    found = self._match(arrived)
+                    while self._is_brought(request) and (left_s := until_s - self._clock.monotonic()) > 0:
+                        self._changed.wait(left_s)
+                    if request in self.brain.requests:
+                        found = self.brain.view(request)
+                finally:
+                    self.release(request)
+            num_there = sum(part.end - part.start for part in found.parts if part.tier in (DEVICE, self.tiers[0]))
+            if num_there in (found.num_hit, num_before) or self._clock.monotonic() >= until_s:
+                return found
+            num_before = num_there
+
+    def _is_brought(self, request: str) -> bool:
+        """Whether stores are asked, or read, for a request that only waits."""
+        record = self.brain.requests.get(request)
+        if record is None or self._closed:
+            return False
+        copies = (job for job in self.brain.jobs if job.kind is JobKind.PROMOTE)
+        return bool(record.probes) or any(job.request is record for job in copies)
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float) -> bool:

@@ -75,9 +75,9 @@ class Brain:
         self.loader = Loader(self.index, self.jobs, self.accounts, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
         self.pins = Pins(self.index, config.num_slots, config.pin_share, self._out)
-        self.room = Room(self.index, self.slots, self.requests, self.saver, self.pins)
-        parts = (self.index, self.slots, self.requests, self.saver, self.pins, self.moves, self._out)
-        self.purges = Purges(*parts, forget_pending=self._forget_pending)
+        parts = (self.index, self.slots, self.requests, self.saver, self.pins)
+        self.room = Room(*parts)
+        self.purges = Purges(*parts, self.moves, self._out, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
@@ -184,11 +184,10 @@ class Brain:
         request = self._request(name)
 
         def row_end(at: int, tier: str | None) -> int:
-            total = request.num_prompt
-            return at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, total)
+            single = request.reserved or tier is None
+            return at + 1 if single else self.loader.row_end(request, at, request.num_prompt)
 
-        num_held = min(request.hold.num_blocks, request.num_prompt)
-        status = partial(self._status, request)
+        num_held, status = min(request.hold.num_blocks, request.num_prompt), partial(self._status, request)
         return describe(name, request.num_prompt, num_held, status, row_end, reserved=request.reserved)
 
     def _status(self, request: RequestRecord, at: int) -> tuple[BlockStatus, str | None]:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,9 +15,11 @@ from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab import draw
 
-admin = typer.Typer(help="Ask something of a server that runs: purge, pin, unpin, drain.", no_args_is_help=True)
+admin = typer.Typer(help="Ask something of a server that runs: purge, pin, unpin, warm, drain.", no_args_is_help=True)
 
 _LOOK_EVERY_S: Final = 0.5
+_WARM_S: Final = 60.0  # for a prompt
+_LEAST_WARM_S: Final = 0.1
 
 Url = Annotated[str, typer.Option(metavar="URL", help="Where the server is.")]
 
@@ -125,6 +128,54 @@ def _show_pins(found: Any, *, as_json: bool) -> None:
     for one in found["pins"]:
         lasts = "" if one["left_s"] is None else f", for {one['left_s']:.0f} s more"
         draw.output().print(Text(f"{one['name']}: {one['num_blocks']:,} blocks{lasts}"), soft_wrap=True)
+
+
+@admin.command()
+def warm(
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A prompt a line, as JSON: text, token ids, or an object with `prompt`, `cache_salt`."
+        ),
+    ],
+    timeout: Annotated[float, typer.Option(help="Seconds for all of them.")] = 600.0,
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Bring what disk and pool have of prompts to a server's host memory, one after another."""
+    from headwater.serve.ask_server import WARM, ask_server
+
+    key, address = key_option(api_key, environment.default_api_key()), url.rstrip("/")
+    until_s, held, num_done = time.monotonic() + timeout, Counter[str](), 0
+    with prompts.open(encoding="utf-8") as file:
+        num_lines = sum(1 for _ in file)
+    with prompts.open(encoding="utf-8") as file, draw.progress() as tell:
+        for number, line in enumerate(file, 1):
+            left_s = until_s - time.monotonic()
+            if left_s < _LEAST_WARM_S:
+                break
+            order = {**_prompt_of(line, f"{prompts}, line {number}"), "timeout_s": min(left_s, _WARM_S)}
+            body = json.dumps(order).encode()
+            held.update(ask_server(address, WARM, key=key, timeout_s=_WARM_S + 10.0, body=body)["held"])
+            num_done = number
+            tell("warming", num_done, num_lines)
+    if as_json:
+        print_json({"command": "admin warm", "prompts": num_lines, "done": num_done, "held": dict(held)})
+    else:
+        where = ", ".join(f"{tier} {num:,}" for tier, num in sorted(held.items()))
+        draw.output().print(Text(f"{num_done:,} of {num_lines:,} prompts; blocks by tier: {where or 'none'}"))
+    if num_done < num_lines:
+        raise typer.Exit(1)
+
+
+def _prompt_of(line: str, where: str) -> dict[str, Any]:
+    """What a line of a file asks for; the server looks at its fields. Raises InvalidConfig."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InvalidConfig(f"{where} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {"prompt": found}
 
 
 @admin.command()

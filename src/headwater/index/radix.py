@@ -10,7 +10,7 @@ need no list of who points where.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from headwater.core.errors import Contradiction
@@ -22,7 +22,7 @@ from headwater.index.free_leaves import FreeLeaves
 from headwater.index.ghosts import Ghosts, Past
 from headwater.index.leaving import LeavingRuns
 from headwater.index.radix_facts import blocks_of, runs_and_leaves, validate_runs
-from headwater.index.runs import Run, below
+from headwater.index.runs import Run, below, parts_of
 from headwater.policy import Policy
 
 _K: Final = KEY_BYTES
@@ -284,7 +284,7 @@ class RadixIndex(PrefixIndex):
     def slots(self, hold: Hold, start: int = 0) -> "array[int]":
         """Slots of the held blocks from `start` on."""
         found: array[int] = array("i")
-        for run, first, last in self._parts(hold, start, hold.num_blocks):
+        for run, first, last in parts_of(cast(Run, hold.at), start, hold.num_blocks):
             found += run.slots[first:last] if last - first < len(run.slots) else run.slots
         return found
 
@@ -292,7 +292,7 @@ class RadixIndex(PrefixIndex):
         """Keys of the held blocks from `start` on."""
         return [
             BlockKey(bytes(run.keys[i * _K : (i + 1) * _K]))
-            for run, first, last in self._parts(hold, start, hold.num_blocks)
+            for run, first, last in parts_of(cast(Run, hold.at), start, hold.num_blocks)
             for i in range(first, last)
         ]
 
@@ -305,12 +305,12 @@ class RadixIndex(PrefixIndex):
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks [start, end) are in the store of this bit."""
-        for run, first, last in self._parts(hold, start, end):
+        for run, first, last in parts_of(cast(Run, hold.at), start, end):
             run.mark(first, last, bit=bit, on=on)
 
     def unmark(self, bit: int) -> None:
         """Forget of every block that it is in the store of this bit."""
-        for run in (*self._runs(), *self._leaving):
+        for run in (*below(self._root), *self._leaving):
             run.mark(0, len(run.slots), bit=bit, on=False)
 
     def num_marked(self, hold: Hold, bit: int) -> int:
@@ -327,17 +327,17 @@ class RadixIndex(PrefixIndex):
 
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot)."""
-        return list(blocks_of(self._runs()))
+        return list(blocks_of(below(self._root)))
 
     def facts(self) -> list[object]:
         """All that the index knows."""
         leaving = self._leaving.facts()
-        runs = runs_and_leaves(self._runs(), self._leaves)
+        runs = runs_and_leaves(below(self._root), self._leaves)
         return [*runs, self.ghosts.facts(), self._worth.facts(), *([leaving] if leaving else [])]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
-        found = validate_runs(self._runs(), self._leaving, self._leaves, self._worth)
+        found = validate_runs(below(self._root), self._leaving, self._leaves, self._worth)
         assert found == (self._num_blocks, self._num_guarded), "blocks do not add up"
         assert len(self.ghosts) <= self.ghosts.limit, "too many ghosts"
 
@@ -349,21 +349,6 @@ class RadixIndex(PrefixIndex):
         if run.end != hold.num_blocks:
             raise Contradiction("a hold inside a run")
         return run
-
-    def _runs(self) -> Iterator[Run]:
-        return below(self._root)
-
-    def _parts(self, hold: Hold, start: int, end: int) -> list[tuple[Run, int, int]]:
-        """Runs of a hold's path that lie in [start, end), in order, each with the range inside it."""
-        found = []
-        run: Run | None = cast(Run, hold.at)
-        while run is not None and run.end > start:
-            first, last = max(start - run.start, 0), min(end - run.start, len(run.slots))
-            if first < last:
-                found.append((run, first, last))
-            run = run.parent
-        found.reverse()
-        return found
 
     def _move(self, hold: Hold, run: Run) -> None:
         old = cast(Run, hold.at)

@@ -91,6 +91,19 @@ def below(run: Run) -> Iterator[Run]:
         stack.extend((one.children or {}).values())
 
 
+def parts_of(run: Run, start: int, end: int) -> list[tuple[Run, int, int]]:
+    """Runs of the path to a run that lie in [start, end), in order, each with the range inside it."""
+    found = []
+    at: Run | None = run
+    while at is not None and at.end > start:
+        first, last = max(start - at.start, 0), min(end - at.start, len(at.slots))
+        if first < last:
+            found.append((at, first, last))
+        at = at.parent
+    found.reverse()
+    return found
+
+
 @cache
 def _marking(bit: int, on: bool) -> bytes:  # noqa: FBT001  private, and cached by position
     """What each byte of marks becomes."""

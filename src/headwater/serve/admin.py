@@ -1,16 +1,18 @@
-"""What an administrator may ask of a node that runs: purge, pin and unpin, drain. `revive` is in `revive.py`.
+"""What an administrator may ask of a node that runs: purge, pin, warm, drain. `revive` is in `revive.py`.
 
 Behind the API key as everything is; bodies are JSON and bounded. What blocks runs beside the event loop, one call at a
 time: a second one waits.
 """
 
 import asyncio
+import secrets
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed, needs_extra
 from headwater.serve import errors
-from headwater.serve.ask_server import DRAIN, PINS, UNPIN
+from headwater.serve.ask_server import DRAIN, PINS, UNPIN, WARM
 from headwater.serve.asked import salt_of
 from headwater.serve.body import Fields, as_text, parse
 from headwater.serve.errors import ApiError
@@ -23,7 +25,7 @@ with needs_extra("serve"):
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-PATHS: Final = (PURGE, PINS, UNPIN, DRAIN)
+PATHS: Final = (PURGE, PINS, UNPIN, WARM, DRAIN)
 _MAX_NAME: Final = 128
 _MAX_TTL_S: Final = 366 * 86_400.0
 _MOST_BYTES: Final = 1 << 20  # of a body: a prefix
@@ -36,11 +38,13 @@ class Admin:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._purging = asyncio.Lock()
+        self._warming = asyncio.Lock()
         self.routes: Final = [
             Route(PURGE, self.purge, methods=["POST"]),
             Route(PINS, self.pin, methods=["POST"]),
             Route(PINS, self.pins, methods=["GET"]),
             Route(UNPIN, self.unpin, methods=["POST"]),
+            Route(WARM, self.warm, methods=["POST"]),
             Route(DRAIN, self.drain, methods=["POST"]),
             Route(DRAIN, self.drained, methods=["GET"]),
         ]
@@ -121,6 +125,35 @@ class Admin:
         except InvalidInput as error:
             raise ApiError(404, str(error), param="name", code="not_found") from error
         return await self.pins(http)
+
+    async def warm(self, http: Request) -> Response:
+        """Bring what slower tiers have of one prompt to the fastest store."""
+        body = await self._body(http)
+        prompt, salt = _prompt(body), salt_of(body)
+        timeout_s = body.number("timeout_s", 0.1, MAX_TIMEOUT_S) or 30.0
+        special = body.flag("add_special_tokens", default=True)
+        body.refuse_rest(WARM)
+        if prompt is None:
+            raise errors.invalid("prompt", "give a `prompt`, text or token ids")
+        running = self._service.running
+
+        def work() -> dict[str, Any]:
+            identity = replace(running.engine.model.identity, salt=salt)
+            keys = prefix_keys(self._tokens(prompt, special=special) or (), identity, None)
+            name = f"warm {secrets.token_hex(8)}"
+            found = running.cache.warm(name, keys, root=identity.root, tenant=identity.tenant, timeout_s=timeout_s)
+            held: Counter[str] = Counter()
+            for part in found.parts:
+                held[part.tier or "none"] += part.end - part.start
+            return {"blocks": found.num_blocks, "held": dict(held)}
+
+        async with self._warming:
+            try:
+                return JSONResponse(await run_in_threadpool(work))
+            except InvalidInput as error:
+                raise errors.invalid("prompt", str(error)) from error
+            except ResourceClosed as error:
+                raise errors.closing() from error
 
     def _tokens(self, prompt: str | list[int] | None, *, special: bool) -> list[int] | None:
         """A long text takes a while."""

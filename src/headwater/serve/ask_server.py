@@ -12,6 +12,7 @@ PATH: Final = "/admin/state"
 DRAIN: Final = "/admin/drain"
 PINS: Final = "/admin/pins"
 UNPIN: Final = "/admin/unpin"
+WARM: Final = "/admin/warm"
 _MOST_BYTES: Final = 8 << 20  # of an answer
 
 
