@@ -164,3 +164,19 @@ def test_no_other_purge_and_no_nonsense_meanwhile() -> None:
     assert "16 bytes" in here.refuse(ev.PurgeBegan(now_s=0.0, tenant=b"x"))
     assert "no purge" in here.refuse(ev.PurgeEnded(now_s=0.0))
     finish(here)
+
+
+def test_who_was_barred_is_barred_from_further_up_by_the_next_purge() -> None:
+    here = world(tier(), num_slots=12)
+    live(here, "a", "1234")
+    holder = run(here, "b", "1234", more=1)
+    here.begin_purge(keys_of("1234"), 0)
+    here.end_purge()
+    here.begin_purge(keys_of("12"), 0)
+    assert holder.barred == 1
+    here.fill(holder, 1, [7])
+    assert not jobs(here, ev.Save), "what was saved before is not written again"
+    here.end_purge()
+    here.leave(holder)
+    here.check()
+    assert statuses(here, ask(here, "c", "1234")) == ["device", "miss", "miss", "miss"]

@@ -62,19 +62,8 @@ MOVES: Final = (
     *("ask", "ask", "ask", "live", "live", "live", "live_long", "live_long", "reserve", "reserve", "reserve"),
     *("commit", "commit", "leave", "leave", "give_up", "squeeze", "squeeze"),
     *("go_well", "go_well", "go_well", "go_well", "go_strangely", "go_strangely", "go_wrong", "go_on", "falter"),
-    *(
-        "pin",
-        "pin",
-        "unpin",
-        "purge",
-        "purge",
-        "store_changes",
-        "store_changes",
-        "switch",
-        "measure",
-        "wait",
-        "talk_nonsense",
-    ),
+    *("choose_policy", "pin", "pin", "unpin", "purge", "purge"),
+    *("store_changes", "store_changes", "switch", "measure", "wait", "talk_nonsense"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 255)),
@@ -313,6 +302,12 @@ class BrainMachine(RuleBasedStateMachine):
         keys = path_keys(as_tokens(path), ROOTS[tenant])
         self.world.register(keys, tenant)
         self.world.pin(NAMES[which % len(NAMES)], keys, tenant, dice.choice((None, None, 1.0)))
+
+    def choose_policy(self, which: int, path: str, dice: random.Random) -> None:
+        """Blocks leave in another order from now on."""
+        policy = dice.choice(("lru", "lru-2", "value"))
+        assert self.world.tell(ev.PolicyChosen(now_s=self.world.now_s, policy=policy)) == []
+        self.world.refuse(ev.PolicyChosen(now_s=self.world.now_s, policy="nobody's"))
 
     def unpin(self, which: int, path: str, dice: random.Random) -> None:
         """It may go again."""

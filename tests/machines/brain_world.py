@@ -290,10 +290,13 @@ class World:
 
     def bar(self, guest: WorldRequest) -> None:
         """A request's path may lead to what is being purged."""
-        if self.purge is not None and guest.barred is None:
-            guest.barred = next((at for at, key in enumerate(guest.keys) if self.is_doomed(key)), None)
-            if not self.purge.keys and TENANTS[guest.tenant] == self.purge.tenant:
-                guest.barred = 0
+        if self.purge is None:
+            return
+        doomed = (at for at, key in enumerate(guest.keys) if self.is_doomed(key))
+        whole = not self.purge.keys and TENANTS[guest.tenant] == self.purge.tenant
+        barred = 0 if whole else next(doomed, None)
+        if barred is not None:
+            guest.barred = barred if guest.barred is None else min(guest.barred, barred)
 
     def pin(self, name: str, keys: Sequence[BlockKey], tenant: int, ttl_s: float | None) -> None:
         """Somebody wants a prefix to stay, within a budget."""

@@ -33,22 +33,8 @@ NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 PATHS: Final = ("0000", "00000", "000", "00", "0", "0010", "001", "01", "1", "10", "101", "")  # they share, and part
 MOVES: Final = (
     *("compute", "compute", "race", "hold", "advance", "extend", "extend", "release", "release"),
-    *(
-        "cut",
-        "cut",
-        "part",
-        "pin",
-        "pin_coldest",
-        "unpin",
-        "repin",
-        "mark",
-        "mark",
-        "unmark",
-        "squeeze",
-        "squeeze",
-        "unquarantine",
-        "wait",
-    ),
+    *("rank", "cut", "cut", "part", "pin", "pin_coldest", "unpin", "repin", "mark", "mark", "unmark"),
+    *("squeeze", "squeeze", "unquarantine", "wait"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 63)),
@@ -198,6 +184,12 @@ class IndexMachine(RuleBasedStateMachine):
             slots = self.take(len(keys))
             if slots is not None:
                 self.fill_apart(grip, keys, slots)
+
+    def rank(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """Blocks leave in another order from now on."""
+        self.policy = POLICIES[sorted(POLICIES)[which % len(POLICIES)]]
+        self.naive.rank_by(self.policy)
+        self.radix.rank_by(self.policy)
 
     def cut(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """Somebody wants a block gone, and what builds on it."""

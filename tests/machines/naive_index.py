@@ -93,6 +93,10 @@ class NaiveIndex(PrefixIndex):
             self._leaving.append(block)
             self._move(hold, block)
 
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on."""
+        self._policy = policy
+
     def cut(self, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, int]]:
         """Have nobody find the last of these blocks any more, nor what builds on it."""
         if not keys or self.find(keys) < len(keys):

@@ -284,6 +284,11 @@ class TieredCache(Shell):
             left = ((pin, pin.until_s - now_s if pin.until_s else None) for pin in self.brain.pins)
             return [PinFacts(pin.name, len(pin.keys), left_s) for pin, left_s in left if left_s is None or left_s > 0]
 
+    def choose_policy(self, name: str) -> None:
+        """Have blocks leave the device in another order from now on. Raises InvalidInput for a name that is none."""
+        with self._lock:
+            self._handle(ev.PolicyChosen(now_s=self._now_s(), policy=name))
+
     def warm(
         self,
         request: str,

@@ -84,15 +84,21 @@ class Purges:
         return keys
 
     def bar(self, request: RequestRecord) -> bool:
-        """Bar a request whose path leads to what is being purged. Whether it was not barred before."""
-        if self.open is None or request.barred is not None:
+        """Bar a request whose path leads to what is being purged; one may be barred already, from further on.
+
+        Whether that is new.
+        """
+        if self.open is None:
             return False
         path, depth = self.open.keys, len(self.open.keys) - 1
-        if not path:
-            request.barred = 0 if request.tenant == self.open.tenant else None
-        elif len(request.keys) > depth and request.keys[depth] == path[-1]:
-            request.barred = depth
-        return request.barred is not None
+        if path:
+            leads_there = len(request.keys) > depth and request.keys[depth] == path[-1]
+        else:
+            leads_there, depth = request.tenant == self.open.tenant, 0
+        if not leads_there or (request.barred is not None and request.barred <= depth):
+            return False
+        request.barred = depth
+        return True
 
     def ended(self, event: ev.PurgeEnded) -> None:
         """No store has them any more. Raises InvalidInput where no purge is open."""

@@ -75,6 +75,8 @@ def digest(brain: "Brain") -> str:
     }
     if brain.purges.open is not None:
         state["purge"] = [[key.hex() for key in brain.purges.open.keys], brain.purges.open.tenant.hex()]
+    if brain.policy != brain.config.policy:
+        state["policy"] = brain.policy
     if pins := brain.pins.facts():
         state["pins"] = pins
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

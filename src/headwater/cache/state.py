@@ -57,7 +57,7 @@ class Brain:
 
     def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
         """`withheld`: slots not to be used before they are `Vacated`. Both are for who follows another brain."""
-        self.config = config
+        self.config, self.policy = config, config.policy  # which may change
         self.first_job: Final = first_job
         self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
         self.index, self.slots = self._device(config)
@@ -85,7 +85,8 @@ class Brain:
             ev.Claimed: self._claimed,
             ev.GaveUp: self._gave_up,
             ev.Left: self._left,
-            ev.Paced: self._paced,
+            ev.Paced: self.cost.paced,
+            ev.PolicyChosen: self._policy_chosen,
             ev.Vacated: self._vacated,
             ev.Pinned: self.pins.pinned,
             ev.Unpinned: self.pins.unpinned,
@@ -372,10 +373,11 @@ class Brain:
         self.withheld.difference_update(event.slots)
         self.slots.unquarantine(event.slots)
 
-    def _paced(self, event: ev.Paced) -> None:
-        if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
-            raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
-        self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
+    def _policy_chosen(self, event: ev.PolicyChosen) -> None:
+        if self.evicting is None:
+            raise InvalidInput("this engine evicts by itself, in an order of its own")
+        self.evicting.rank_by(policy_by_name(event.policy))
+        self.policy = event.policy
 
     def _bury(self, victims: list[Victim]) -> None:
         """Blocks were evicted."""

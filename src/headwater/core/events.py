@@ -116,6 +116,13 @@ class Vacated(Event):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChosen(Event):
+    """Blocks are to leave the device in another order from now on."""
+
+    policy: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned(Event):
     """Somebody wants what is on the device of a prefix to stay there, under a name."""
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from headwater.core.keys import BlockKey
 from headwater.index.ghosts import Ghosts
+from headwater.policy import Policy
 
 
 class Victim(NamedTuple):
@@ -167,6 +168,10 @@ class PrefixIndex(PathIndex):
     def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
         """All of them: where writing begins, the store has nothing, and keeps nothing without its prefix."""
         return hold.num_blocks - start
+
+    @abstractmethod
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on. One that looks back begins to look now."""
 
     @abstractmethod
     def cut(self, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, int]]:

@@ -169,7 +169,7 @@ class RadixIndex(PrefixIndex):
         if not keys:
             return
         run = self._end_of(hold)
-        if not (run.cut and run.maker is hold and run.refs == 1):
+        if not (run.cut and run.maker is hold and run.refs == 1 and not run.past.hits):
             child = Run(run, run.end, Past(0, 0.0, 0), None)
             child.maker = hold
             self._leaving.add(child)
@@ -205,6 +205,11 @@ class RadixIndex(PrefixIndex):
             self._leaving.add(one)
         self._leaves.offer(parent)
         return gone
+
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on."""
+        self._worth.follow(policy)
+        self._leaves.rank_anew()
 
     def sweep(self) -> list[int]:
         """Forget blocks that nobody finds, holds or pins any more."""
