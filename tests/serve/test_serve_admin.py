@@ -284,3 +284,27 @@ def test_what_is_only_on_disk_is_warmed_into_the_host_tier(
 def test_one_store_is_nothing_to_warm(here: Served) -> None:
     found = here.post("/admin/warm", {"prompt": PROMPT}, headers=AUTH)
     assert (found.status_code, "second store" in found.json()["error"]["message"]) == (400, True)
+
+
+def test_what_may_change_changes_and_the_rest_says_why_not(here: Served) -> None:
+    assert here.get("/admin/limits", headers=AUTH).json() == {"policy": "value", "max_waiting": 256}
+    free = here.get("/health").json()["free"]
+    shown = command(here, "limits", "--policy", "lru", "--max-waiting", "1", "--json")
+    assert json.loads(shown.stdout) == {"command": "admin limits", "policy": "lru", "max_waiting": 1}
+    assert here.get("/health").json()["free"] == free - 255
+    ask(here, PROMPT)
+    with here.running.cache.still() as brain:
+        brain.validate()
+        assert brain.policy == "lru"
+    assert "policy lru, max_waiting 1" in command(here, "limits").stdout
+    for body, param, words in (
+        ({"policy": "newest"}, "policy", "there are: lru"),
+        ({"max_waiting": 257}, "max_waiting", "from 0 to 256"),
+        ({"max_running": 4}, "max_running", "restart with --max-running"),
+        ({"max_body_bytes": 4}, "max_body_bytes", "restart with --max-body-mib"),
+        ({"colour": "red"}, "colour", "no field"),
+    ):
+        found = here.post("/admin/limits", body, headers=AUTH)
+        error = found.json()["error"]
+        assert (found.status_code, error["param"], words in error["message"]) == (400, param, True), found.text
+    here.post("/admin/limits", {"max_waiting": 256}, headers=AUTH)

@@ -64,8 +64,7 @@ class Brain:
         self.evicting = self.index.evicting()  # the same, where blocks stay in it
         self.withheld = set(withheld)
         self.slots.withhold(self.withheld)
-        self.accounts = Accounts()
-        self.moves = Moves()
+        self.accounts, self.moves = Accounts(), Moves()
         self.tiers = {tier.name: TierState(tier, 1 << i) for i, tier in enumerate(config.tiers)}
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
@@ -185,8 +184,7 @@ class Brain:
         request = self._request(name)
 
         def row_end(at: int, tier: str | None) -> int:
-            single = request.reserved or tier is None
-            return at + 1 if single else self.loader.row_end(request, at, request.num_prompt)
+            return at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, request.num_prompt)
 
         num_held, status = min(request.hold.num_blocks, request.num_prompt), partial(self._status, request)
         return describe(name, request.num_prompt, num_held, status, row_end, reserved=request.reserved)
@@ -282,9 +280,9 @@ class Brain:
         """Finished blocks get into the index; those that were there already keep their earlier slot."""
         start = request.hold.num_blocks
         own = request.own[start - request.base : start - request.base + len(keys)]
-        num_shared = request.num_shared(start + len(keys)) - start
+        num_shared = max(0, request.num_shared(start + len(keys)) - start)
         if num_shared < len(keys):
-            self._enter_apart(request, keys, own, max(0, num_shared), now_s, seen=seen)
+            self._enter_apart(request, keys, own, num_shared, now_s, seen=seen)
             return
         if start == 0 and keys:
             self.saver.entered(request, keys[0])

@@ -15,7 +15,9 @@ from headwater.config.serve import DEFAULT_PORT
 from headwater.core.errors import HeadwaterError, InvalidConfig
 from headwater.lab import draw
 
-admin = typer.Typer(help="Ask something of a server that runs: purge, pin, unpin, warm, drain.", no_args_is_help=True)
+admin = typer.Typer(
+    help="Ask something of a server that runs: purge, pin, unpin, warm, limits, drain.", no_args_is_help=True
+)
 
 _LOOK_EVERY_S: Final = 0.5
 _WARM_S: Final = 60.0  # for a prompt
@@ -176,6 +178,30 @@ def _prompt_of(line: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidConfig(f"{where} is not JSON: {error}") from error
     return found if isinstance(found, dict) else {"prompt": found}
+
+
+@admin.command()
+def limits(
+    policy: Annotated[
+        str | None, typer.Option(help="In which order blocks leave the device: lru, lru-2 or value.")
+    ] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait, up to what the server was started with.")
+    ] = None,
+    url: Url = f"http://127.0.0.1:{DEFAULT_PORT}",
+    api_key: AdminKey = None,
+    as_json: Json = False,
+) -> None:
+    """Change what may change while a server runs; show it. The rest wants a restart."""
+    from headwater.serve.ask_server import LIMITS, ask_server
+
+    key, wanted = key_option(api_key, environment.default_api_key()), {"policy": policy, "max_waiting": max_waiting}
+    body = json.dumps(wanted).encode() if any(one is not None for one in wanted.values()) else None
+    found = ask_server(url.rstrip("/"), LIMITS, key=key, timeout_s=10.0, body=body)
+    if as_json:
+        print_json({"command": "admin limits", **found})
+    else:
+        draw.output().print(Text(", ".join(f"{name} {value}" for name, value in found.items())))
 
 
 @admin.command()

@@ -1,4 +1,4 @@
-"""What an administrator may ask of a node that runs: purge, pin, warm, drain. `revive` is in `revive.py`.
+"""What an administrator may ask of a node that runs: purge, pin, warm, limits, drain. `revive` is in `revive.py`.
 
 Behind the API key as everything is; bodies are JSON and bounded. What blocks runs beside the event loop, one call at a
 time: a second one waits.
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from headwater.core.errors import HeadwaterError, InvalidInput, ResourceClosed, needs_extra
 from headwater.serve import errors
-from headwater.serve.ask_server import DRAIN, PINS, UNPIN, WARM
+from headwater.serve.ask_server import DRAIN, LIMITS, PINS, UNPIN, WARM
 from headwater.serve.asked import salt_of
 from headwater.serve.body import Fields, as_text, parse
 from headwater.serve.errors import ApiError
@@ -25,8 +25,17 @@ with needs_extra("serve"):
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-PATHS: Final = (PURGE, PINS, UNPIN, WARM, DRAIN)
+PATHS: Final = (PURGE, PINS, UNPIN, WARM, LIMITS, DRAIN)
 _MAX_NAME: Final = 128
+_FIXED: Final = {  # what cannot be changed while the server runs, and why
+    "max_running": "the engine plans its steps with it; restart with --max-running",
+    "step_tokens": "the engine plans its steps with it; restart with --step-tokens",
+    "max_body_bytes": "bodies that are on their way were let in by it; restart with --max-body-mib",
+    "max_connections": "it was fitted to the files this process may open; restart with --max-connections",
+    "num_blocks": "the device's memory is taken at the start; restart with --num-blocks",
+    "pin_share": "pins were made within it; restart with --pin-share",
+    "block_tokens": "all blocks have that size; restart with --block-tokens",
+}
 _MAX_TTL_S: Final = 366 * 86_400.0
 _MOST_BYTES: Final = 1 << 20  # of a body: a prefix
 _MOST_TOKEN: Final = (1 << 32) - 1
@@ -45,6 +54,8 @@ class Admin:
             Route(PINS, self.pins, methods=["GET"]),
             Route(UNPIN, self.unpin, methods=["POST"]),
             Route(WARM, self.warm, methods=["POST"]),
+            Route(LIMITS, self.limits, methods=["POST"]),
+            Route(LIMITS, self.in_force, methods=["GET"]),
             Route(DRAIN, self.drain, methods=["POST"]),
             Route(DRAIN, self.drained, methods=["GET"]),
         ]
@@ -154,6 +165,31 @@ class Admin:
                 raise errors.invalid("prompt", str(error)) from error
             except ResourceClosed as error:
                 raise errors.closing() from error
+
+    async def limits(self, http: Request) -> Response:
+        """Change what may change while the server runs: the order of eviction, and how many requests may wait."""
+        body = await self._body(http)
+        policy = body.text("policy")
+        max_waiting = body.integer("max_waiting", 0, self._service.config.max_waiting)
+        for name, why in _FIXED.items():
+            body.refuse(name, (), why)
+        body.refuse_rest(LIMITS)
+        try:
+            if policy is not None:
+                self._service.running.cache.choose_policy(policy)
+        except InvalidInput as error:
+            raise errors.invalid("policy", str(error)) from error
+        except ResourceClosed as error:
+            raise errors.closing() from error
+        if max_waiting is not None:
+            self._service.max_waiting = max_waiting
+        return await self.in_force(http)
+
+    async def in_force(self, http: Request) -> Response:
+        """What may be changed, as it is now."""
+        with self._service.running.cache.still() as brain:
+            policy = brain.policy
+        return JSONResponse({"policy": policy, "max_waiting": self._service.max_waiting})
 
     def _tokens(self, prompt: str | list[int] | None, *, special: bool) -> list[int] | None:
         """A long text takes a while."""

@@ -13,6 +13,7 @@ DRAIN: Final = "/admin/drain"
 PINS: Final = "/admin/pins"
 UNPIN: Final = "/admin/unpin"
 WARM: Final = "/admin/warm"
+LIMITS: Final = "/admin/limits"
 _MOST_BYTES: Final = 8 << 20  # of an answer
 
 

@@ -98,6 +98,7 @@ class Service:
         self.unread: Final = Unread()
         self.stopping = False  # nothing new is taken, and the end has come
         self.draining = False  # nothing new is taken, until somebody says otherwise
+        self.max_waiting = config.max_waiting  # choices that may wait; never more than at the start
         self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0  # places that are taken: choices
         max_tokens = running.engine.max_tokens
@@ -189,7 +190,8 @@ class Service:
     def num_free(self) -> int:
         """Choices that would be taken now."""
         engine = self.running.engine  # which may have some that nobody waits for any more
-        return max(0, engine.max_requests - max(self._num_inside, engine.num_requests))
+        most = min(engine.max_requests, self.config.max_running + self.max_waiting)
+        return max(0, most - max(self._num_inside, engine.num_requests))
 
     @contextmanager
     def answering(self, arrival: Arrival, answer: Answer) -> Iterator[None]:

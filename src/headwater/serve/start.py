@@ -80,6 +80,7 @@ def heartbeats(service: Service) -> HeartbeatSender | None:
 
     def beat(lease_s: float) -> Heartbeat:
         running_now, waiting, free = engine.load
+        free = min(free, service.num_free)
         if config.role is Role.DECODE:  # it lets nobody wait: who finds no slots is sent away
             free = min(free, max(0, config.max_running - running_now))
         prefill, decode, pool = engine.rates
