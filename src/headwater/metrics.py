@@ -93,6 +93,7 @@ _DECLARED: Final = (
     (COUNTER, "moved_bytes_total{tier,direction}", "Bytes that jobs moved, in and out of a tier"),
     (COUNTER, "duplicate_blocks_total", "Blocks that two requests computed: the second one's slot stayed its own"),
     (COUNTER, "evicted_blocks_total{tier}", "Blocks that a tier gave up for others"),
+    (COUNTER, "purged_blocks_total{tier}", "Blocks, or pages of a store, removed because somebody wanted them gone"),
     (COUNTER, "dropped_blocks_total{tier,reason}", "Blocks that were to be kept in a tier and were not"),
     (GAUGE, "load_start_seconds{tier}", "Seconds that a load takes however small, as its tier's last loads say"),
     (
@@ -107,7 +108,11 @@ _DECLARED: Final = (
     (COUNTER, "brain_failures_total", "How often the cache's brain failed: every block was a miss from then on"),
     (GAUGE, "brain_failed", "1 while every block is a miss because the brain failed; `headwater revive` ends it"),
     (COUNTER, "recorded_events_total{outcome}", "Events for the recording (--record): written, dropped"),
-    (GAUGE, "device_slots{state}", "Blocks of device memory: free, own (a request's), known (to all), quarantined"),
+    (
+        GAUGE,
+        "device_slots{state}",
+        "Blocks of device memory: free, own (a request's), known (to all), quarantined, leaving",
+    ),
     (COUNTER, "rank_trouble_total{rank,job,reason}", "Jobs of which less came because of a rank, by what it said"),
     (HISTOGRAM, "rank_seconds{rank,job}", "Seconds from asking a rank to its answer"),
     # Stores.

@@ -341,6 +341,7 @@ def test_what_a_load_may_still_write_to_is_nobodys() -> None:
     here.leave(guest)
     assert here.brain.slots.counts() == {
         SlotState.FREE: 1, SlotState.OWN: 0, SlotState.KNOWN: 0, SlotState.QUARANTINED: 3,
+        SlotState.LEAVING: 0,
     }  # fmt: skip
     other = ask(here, "other", "7777")
     assert here.want(other, 2) is None

@@ -29,11 +29,7 @@ def test_anything_may_happen_in_a_meeting() -> None:
         settings=settings(max_examples=600 if nightly else 60, stateful_step_count=60 if nightly else 30),
     )
     assert min(MeetMachine.num_blocks[how] for how in ("meetings", "loaded", "computed")) > 50, MeetMachine.num_blocks
-<<<<<<< HEAD
-    assert MeetMachine.num_blocks["late"] > 5, "loads that were late met too rarely"
-=======
     assert MeetMachine.num_blocks["late meetings"] > 5, "loads that were late met too rarely"
->>>>>>> attack
 
 
 @given(base_s=seconds, slope_s=seconds, head_s=seconds, block_s=seconds, lag_s=seconds, start=st.integers(0, 9),
@@ -283,11 +279,7 @@ def test_what_is_late_before_a_meeting_is_computed_and_the_meeting_goes_on(good:
 
 @pytest.mark.fault("X22")
 def test_what_is_late_is_split_as_far_as_it_was_to_be_loaded() -> None:
-<<<<<<< HEAD
-    """X22: behind that a request computes while its load arrives layer by layer, into the slots that a row was given."""
-=======
     """X22: behind that a request computes while its load arrives layer by layer, into the slots of a row."""
->>>>>>> attack
     here = fast_then_slow_world("disk", 5.0)
     guest = begin(here)
     assert rows(here) == [(0, 4)], "what lies behind does not pay"

@@ -18,7 +18,8 @@ KINDS = [
     *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.Claimed, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
     *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
     *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished, ev.Tell),
-    *(ev.Stored, ev.Removed, ev.TierLost),
+    *(ev.Stored, ev.Removed, ev.TierLost, ev.PolicyChosen, ev.Pinned, ev.Unpinned),
+    *(ev.PurgeBegan, ev.PurgeEnded, ev.Purged),
 ]
 ODD = ("", "#", "=", "#00", "#zz", "=x", "==", "=#", "is", "\x00", "naïve ☃ \U0001f980", "\ud800", '"\\', " #x")
 

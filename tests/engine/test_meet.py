@@ -67,13 +67,10 @@ class Odd(ThrottledStore):
         self.failing: set[PageName] = set()
         self.late_after: int | None = None  # pages: then a call takes all the time it has, once
 
-<<<<<<< HEAD
-=======
     def be_late(self, num_pages: int) -> None:
         """Once, in the call that comes to more than so many pages."""
         self.late_after = num_pages
 
->>>>>>> attack
     def _late(self, num_pages: int, deadline: Deadline) -> bool:
         if self.late_after is not None and num_pages > self.late_after:
             self.late_after = None
@@ -242,11 +239,7 @@ def test_a_load_that_was_to_be_fast_and_is_late_meets(
         cold = run_cold(model, name, store, prompt)
         store.page_s = BLOCK_S / 10  # so fast that all of it is loaded before anything is computed
         with rig(model, name, store, load_timeout_s=LATE_S) as here:
-<<<<<<< HEAD
-            store.late_after = num_come
-=======
             store.be_late(num_come)
->>>>>>> attack
             run = here.ask(prompt)
             assert_same(run, cold)
             assert store.late_after is None, "nothing was late"

@@ -47,7 +47,24 @@ def check(world: "World") -> None:
         check_guest(world, guest)
         check_view(world, guest)
     check_marks(world)
+    check_purged(world)
+    check_pins(world)
     check_sums(world)
+
+
+def check_purged(world: "World") -> None:
+    """What is being purged nobody finds; what was purged is nowhere, until somebody computes it anew."""
+    assert not any(map(world.is_doomed, world.known)), "found, and is to be gone"
+    for held in (world.known.keys(), *world.stores.values()):
+        assert world.gone.isdisjoint(held), "purged, and back"
+    assert world.guests or world.read() or not world.leaving(), "kept for nobody"
+
+
+def check_pins(world: "World") -> None:
+    """What is pinned is there, whatever happened since."""
+    assert [pin.name for pin in world.brain.pins] == list(world.pins)
+    for keys, _, _ in world.pins.values():
+        assert world.known.keys() >= set(keys), "pinned, and gone"
 
 
 def check_marks(world: "World") -> None:
@@ -70,7 +87,8 @@ def index_marks(world: "World") -> dict[BlockKey, int]:
 def check_save(world: "World", save: ev.Save) -> None:
     """What is to be saved is there."""
     for key, slot in zip(save.keys, save.slots, strict=True):
-        assert world.known.get(key) == slot, "a save of a block that is not there any more"
+        there = world.known.get(key) == slot or slot in world.leaving()
+        assert there, "a save of a block that is not there any more"
         assert world.content[slot] == key, "a save of other bytes"
 
 
@@ -103,6 +121,7 @@ def check_source(world: "World", save: ev.Save) -> None:
 def check_guest(world: "World", guest: "WorldRequest") -> None:
     """A request's blocks hold its bytes, and stay where they are."""
     record = world.brain.requests[guest.name]
+    assert record.barred == guest.barred, "barred from somewhere else"
     held = world.brain.index.slots(record.hold)
     assert [world.content[slot] for slot in held] == guest.keys[: len(held)], "other bytes under a hold"
     if guest.table is None:
@@ -143,6 +162,7 @@ def check_view(world: "World", guest: "WorldRequest") -> None:
         elif guest.table is not None:
             assert (status, tier) == (BlockStatus.PENDING if key in loading else BlockStatus.MISS, None)
         elif status is BlockStatus.HIT:
+            assert guest.barred is None or at < guest.barred, "a hit on what was purged"
             assert before is BlockStatus.HIT
             assert tier == next(name for name in world.stores if key in guest.said.get(name, ())), "not the fastest"
         else:
@@ -234,6 +254,7 @@ def check_closed(world: "World") -> None:
     brain = world.brain
     counts = brain.slots.counts()
     assert counts[SlotState.OWN] == counts[SlotState.QUARANTINED] == 0, "slots left behind"
+    assert counts[SlotState.LEAVING] == 0, "purged, and still here"
     assert brain.slots.num_evictable == len(brain.blocks()) == counts[SlotState.KNOWN], "holds or pins left behind"
     assert not brain.pending, "blocks that nobody will have"
     assert not brain.loader.promoting, "blocks that nobody brings"

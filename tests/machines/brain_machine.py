@@ -62,6 +62,7 @@ MOVES: Final = (
     *("ask", "ask", "ask", "live", "live", "live", "live_long", "live_long", "reserve", "reserve", "reserve"),
     *("commit", "commit", "leave", "leave", "give_up", "squeeze", "squeeze"),
     *("go_well", "go_well", "go_well", "go_well", "go_strangely", "go_strangely", "go_wrong", "go_on", "falter"),
+    *("choose_policy", "pin", "pin", "unpin", "purge", "purge"),
     *("store_changes", "store_changes", "switch", "measure", "wait", "talk_nonsense"),
 )
 moves = st.lists(
@@ -92,6 +93,7 @@ def configs(draw: st.DrawFn) -> CacheConfig:
         tiers=tuple(replace(draw(tiers), name=name) for name in ("host", "disk", "pool")[:num_tiers]),
         policy=draw(st.sampled_from(("lru", "lru-2", "value"))),
         prefetch=draw(st.sampled_from((True, True, True, False))),
+        pin_share=draw(st.sampled_from((0.5, 0.1, 0.9))),
         ghosts=draw(st.sampled_from((None, 0, 2))),
         compute_base_s=draw(st.sampled_from((0.0, 0.0, 1.0))),
         compute_slope_s=draw(st.sampled_from((0.0, 0.5))),
@@ -172,7 +174,7 @@ class BrainMachine(RuleBasedStateMachine):
     def meanwhile(self, dice: random.Random) -> None:
         """Something else happens."""
         others = (self.ask_again, self.reserve, self.leave, self.go_strangely, self.go_wrong, self.go_on)
-        dice.choice((*others, self.switch, self.store_changes, self.wait))(dice.randint(0, 7), "", dice)
+        dice.choice((*others, self.purge, self.switch, self.store_changes, self.wait))(dice.randint(0, 7), "", dice)
 
     def ask_again(self, which: int, path: str, dice: random.Random) -> None:
         """Everybody who waits asks again."""
@@ -270,6 +272,7 @@ class BrainMachine(RuleBasedStateMachine):
         """Another node stores a sequence, and its beginning in the fastest store."""
         keys = path_keys(as_tokens(path), ROOTS[tenant])
         self.world.register(keys, tenant)
+        self.world.gone.difference_update(keys)
         self.world.put(store, keys)
         self.world.put(self.store(0), keys[:share])
 
@@ -292,6 +295,39 @@ class BrainMachine(RuleBasedStateMachine):
         """Computing was measured."""
         cost = {"base_s": dice.choice((0.0, 0.1, 3.0)), "slope_s": dice.choice((0.0, 0.5))}
         self.world.tell(ev.Paced(now_s=self.world.now_s, **cost))
+
+    def pin(self, which: int, path: str, dice: random.Random) -> None:
+        """Somebody wants a prefix to stay."""
+        tenant = dice.choice((0, 0, 0, 1))
+        keys = path_keys(as_tokens(path), ROOTS[tenant])
+        self.world.register(keys, tenant)
+        self.world.pin(NAMES[which % len(NAMES)], keys, tenant, dice.choice((None, None, 1.0)))
+
+    def choose_policy(self, which: int, path: str, dice: random.Random) -> None:
+        """Blocks leave in another order from now on."""
+        policy = dice.choice(("lru", "lru-2", "value"))
+        assert self.world.tell(ev.PolicyChosen(now_s=self.world.now_s, policy=policy)) == []
+        self.world.refuse(ev.PolicyChosen(now_s=self.world.now_s, policy="nobody's"))
+
+    def unpin(self, which: int, path: str, dice: random.Random) -> None:
+        """It may go again."""
+        self.world.unpin(NAMES[which % len(NAMES)])
+
+    def purge(self, which: int, path: str, dice: random.Random) -> None:
+        """Somebody wants a path gone, or a tenant; or that is done, or others come in between."""
+        world, tenant = self.world, dice.choice((0, 0, 0, 1))
+        if world.purge is None:
+            keys = path_keys(as_tokens(path), ROOTS[tenant])[: dice.randint(1, 4)]
+            world.register(keys, tenant)
+            world.begin_purge(keys, tenant)
+        else:
+            world.refuse(ev.PurgeBegan(now_s=world.now_s))
+        world.check()
+        if dice.random() < 0.4:
+            self.meanwhile(dice)
+        if world.purge is not None and dice.random() < 0.7:
+            world.end_purge()
+            world.refuse(ev.PurgeEnded(now_s=world.now_s))
 
     # --- nonsense -----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class WorldRequest:
     probe_start: int = -1  # where the stores were asked from
     said: dict[str, set[BlockKey]] = field(default_factory=dict)  # what stores say they have
     known_slots: list[int] = field(default_factory=list)  # of its finished blocks, in the index
+    barred: int | None = None  # from here on its blocks are nobody else's, because of a purge
 
     @property
     def ready(self) -> bool:
@@ -94,6 +95,10 @@ class World:
         self.known: dict[BlockKey, int] = {}  # what the index holds, and where
         self.num_jobs_before = 0  # when the last event was told
         self.marks_before: dict[BlockKey, int] = {}  # then
+        self.purge: ev.PurgeBegan | None = None  # that is open
+        self.purge_from = 0  # jobs up to this one had begun before it
+        self.pins: dict[str, tuple[tuple[BlockKey, ...], float, int]] = {}  # keys, until when, tenant
+        self.gone: set[BlockKey] = set()  # purged, and computed by nobody since
         self.recorded: list[str] = []
         self.bills: list[ev.Finished] = []
         self._rubbish = itertools.count()
@@ -114,6 +119,7 @@ class World:
             keys = path_keys(tokens, ROOTS[tenant])
             self.register(keys, tenant)
             guest = self.guests[name] = WorldRequest(name, keys, len(keys), tenant)
+            self.bar(guest)
         self.tell(self.arrival(guest), guest)
         return guest
 
@@ -150,7 +156,12 @@ class World:
             assert guest.table == before
             assert not any(isinstance(one, ev.Job) for one in out)
             return None
-        if before is None and load and guest.base < min(guest.num_prompt, len(guest.table or ())):
+        if (
+            guest.barred is None
+            and before is None
+            and load
+            and guest.base < min(guest.num_prompt, len(guest.table or ()))
+        ):
             brain_checks.check_loads(self, guest, promised)
         if before is None and guest.loads and not self.meets(guest):
             guest.early = guest.loads[-1].start + len(guest.loads[-1].order.keys)
@@ -161,6 +172,8 @@ class World:
         kept = set(guest.keys[: self.num_known(guest.keys)])
         for other in self.guests.values():
             kept.update(other.keys[: other.num_done])
+        for keys, _, _ in self.pins.values():
+            kept.update(keys)
         for errand in self.errands.values():
             if isinstance(errand.order, ev.Save) and not errand.copied:
                 kept.update(self._lineage(errand.order.keys[-1]))
@@ -192,12 +205,16 @@ class World:
         keys = guest.keys[guest.num_done : guest.num_done + num]
         for at, key in enumerate(keys, guest.num_done):
             self.compute(guest, at, key)
+        self.bar(guest)
+        num_shared = len(keys) if guest.barred is None else max(0, guest.barred - guest.num_done)
+        self.gone.difference_update(keys[:num_shared])
         guest.num_done += len(keys)
         self._move_on(guest)
         num_dropped = self._num_dropped()
         self.tell(ev.Filled(now_s=self.now_s, request=guest.name, keys=tuple(keys)), guest)
         for tier in self.config.tiers:
-            if tier.save is SaveWhen.COMMIT and keys and self._num_dropped() == num_dropped:
+            saves = tier.save is SaveWhen.COMMIT and guest.barred is None
+            if saves and keys and self._num_dropped() == num_dropped:
                 assert self.claims[tier.name, guest.keys[guest.num_done - 1]], "not saved, and nobody says why"
 
     def meets(self, guest: WorldRequest) -> bool:
@@ -264,6 +281,82 @@ class World:
         for errand in self.errands.values():
             if errand.guest is guest:
                 errand.guest = None
+
+    # --- who wants blocks gone ----------------------------------------------------------------------------------------
+
+    def is_doomed(self, key: BlockKey) -> bool:
+        """Whether a block is among what is being purged."""
+        if self.purge is None:
+            return False
+        path = self.purge.keys
+        return path[-1] in self._lineage(key) if path else TENANTS[self.origin[key][2]] == self.purge.tenant
+
+    def bar(self, guest: WorldRequest) -> None:
+        """A request's path may lead to what is being purged."""
+        if self.purge is None:
+            return
+        doomed = (at for at, key in enumerate(guest.keys) if self.is_doomed(key))
+        whole = not self.purge.keys and TENANTS[guest.tenant] == self.purge.tenant
+        barred = 0 if whole else next(doomed, None)
+        if barred is not None:
+            guest.barred = barred if guest.barred is None else min(guest.barred, barred)
+
+    def pin(self, name: str, keys: Sequence[BlockKey], tenant: int, ttl_s: float | None) -> None:
+        """Somebody wants a prefix to stay, within a budget."""
+        until_s = 0.0 if ttl_s is None else self.now_s + ttl_s
+        event = ev.Pinned(now_s=self.now_s, name=name, keys=tuple(keys), tenant=TENANTS[tenant], until_s=until_s)
+        there = event.keys[: self.num_known(keys)]
+        lasting = [
+            kept for other, (kept, end_s, _) in self.pins.items() if other != name and not 0 < end_s <= self.now_s
+        ]
+        others = {key for kept in lasting for key in kept}
+        budget = int(self.config.num_slots * self.config.pin_share)
+        if not there or len(others.union(there)) > budget:
+            said = self.refuse(event)
+            assert not there or f"may keep {budget}" in said
+            return
+        assert self.tell(event) == []
+        self.pins.pop(name, None)
+        self.pins[name] = there, until_s, tenant
+
+    def unpin(self, name: str) -> None:
+        """It may go again."""
+        event = ev.Unpinned(now_s=self.now_s, name=name)
+        if name not in self.pins:
+            self.refuse(event)
+            return
+        del self.pins[name]
+        self.tell(event)
+
+    def begin_purge(self, keys: Sequence[BlockKey], tenant: int) -> ev.Purged:
+        """Somebody wants blocks gone."""
+        event = self.purge = ev.PurgeBegan(now_s=self.now_s, keys=tuple(keys), tenant=TENANTS[tenant])
+        self.purge_from = self.num_jobs
+        doomed = {key for key in self.known if self.is_doomed(key)}
+        for name, (kept, _, of) in list(self.pins.items()):
+            if any(map(self.is_doomed, kept)) or (not keys and of == tenant):
+                del self.pins[name]
+        for guest in self.guests.values():
+            self.bar(guest)
+            if guest.barred is not None and guest.table is None:
+                guest.known_slots = guest.known_slots[: guest.barred]
+        (said,) = self.tell(event)
+        assert isinstance(said, ev.Purged)
+        assert set(said.keys) == doomed
+        assert 0 <= said.num_held <= len(said.keys)
+        return said
+
+    def end_purge(self) -> None:
+        """What had begun before has ended, the stores have nothing of it any more, and that is said."""
+        for number, errand in list(self.errands.items()):
+            if number <= self.purge_from and isinstance(errand.order, ev.Save | ev.StoreCopy):
+                self.end(errand)
+                self.check()
+        for store in self.stores.values():
+            store -= {key for key in store if self.is_doomed(key)}
+        self.gone |= {key for key in self.origin if self.is_doomed(key)}
+        assert self.tell(ev.PurgeEnded(now_s=self.now_s)) == []
+        self.purge = None
 
     def _waiting(self, guest: WorldRequest) -> set[int]:
         """Jobs whose results only this request waits for."""
@@ -351,6 +444,8 @@ class World:
         elif isinstance(order, ev.Load):
             for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)
+                if guest is not None and guest.barred is None and key not in self.stores[order.store]:
+                    self.gone.discard(key)  # a store that lies, and was promised to have it
             if guest is not None and errand in guest.rows:
                 if not num_leading(errand.results, (Status.HIT,)):
                     guest.rows.remove(errand)
@@ -365,6 +460,7 @@ class World:
             elif isinstance(order, ev.Probe) and results is not None and isinstance(event, ev.JobDone):
                 pairs = zip(order.keys, results, strict=True)
                 guest.said[order.store] = {key for key, result in pairs if result == Status.HELD}
+                self.gone -= guest.said[order.store]  # where a store lies, all may happen
         self.tell(event, guest)
 
     def _settle(self, guest: WorldRequest) -> None:
@@ -404,6 +500,9 @@ class World:
         known = self.known
         self.num_jobs_before, self.marks_before = self.num_jobs, brain_checks.index_marks(self)
         out = self.brain.handle(event)
+        for name, (_, until_s, _) in list(self.pins.items()):
+            if 0 < until_s <= event.now_s:
+                del self.pins[name]
         self.known = {key: slot for key, _, slot in self.brain.blocks()}
         assert isinstance(copy, ev.Event)
         assert self.twin.handle(copy) == out, "a second brain said something else"
@@ -443,7 +542,13 @@ class World:
         asked: int,
         known: dict[BlockKey, int],
     ) -> None:
-        if isinstance(one, ev.Granted):
+        if isinstance(one, ev.Tell) and one.kind == "pin_gave_way":
+            assert guest is not None
+            assert isinstance(event, ev.Wanted)
+            kept, _, _ = self.pins.popitem()[1]
+            others = {key for keys, _, _ in self.pins.values() for key in keys}.union(kept) - set(guest.keys)
+            assert event.num_blocks > self.config.num_slots - len(others), "it would have fitted beside the pins"
+        elif isinstance(one, ev.Granted):
             assert guest is not None
             assert isinstance(event, ev.Wanted)
             assert guest.name == one.request
@@ -484,6 +589,7 @@ class World:
         assert not self.locked().intersection(fresh), "a slot that a load may still write to"
         assert not self.read().intersection(fresh), "a slot that a save still reads"
         assert not set(self.known.values()).intersection(fresh), "a slot of a known block"
+        assert not self.leaving().intersection(fresh), "a slot of a block that somebody still holds"
         guest.table = one.slots
         for slot in fresh:
             self.content[slot] = self.rubbish()
@@ -495,6 +601,10 @@ class World:
         parent, start, tenant = self.origin[one.keys[0]]
         for key, after in itertools.pairwise(one.keys):
             assert self.origin[after][0] == key, "not a row"
+        if not isinstance(one, ev.Probe):
+            assert not any(map(self.is_doomed, one.keys)), "something is moved that is to be gone"
+            record = self.brain.jobs[one.job].request
+            assert record is None or record.barred is None or start + len(one.keys) <= record.barred
         tier = self.brain.tiers[one.store].config
         errand = self.errands[one.job] = Errand(one, None, start)
         if isinstance(one, ev.Probe):
@@ -569,6 +679,12 @@ class World:
         saves = [job.order for job in self.errands.values() if isinstance(job.order, ev.Save) and not job.copied]
         return {slot for save in saves for slot in save.slots}
 
+    def leaving(self) -> set[int]:
+        """Slots of blocks that were purged, and are held."""
+        index = self.brain.index.evicting()
+        assert index is not None
+        return set(index.leaving())
+
     def num_known(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks are on the device."""
         return self._prefix(keys, self.known)
@@ -585,6 +701,10 @@ class World:
 
     def close(self) -> None:
         """Everybody leaves and every job ends: nothing must be left but known blocks."""
+        if self.purge is not None:
+            self.end_purge()
+        for name in list(self.pins):
+            self.unpin(name)
         for guest in list(self.guests.values()):
             self.leave(guest)
             self.check()

@@ -33,7 +33,8 @@ NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 PATHS: Final = ("0000", "00000", "000", "00", "0", "0010", "001", "01", "1", "10", "101", "")  # they share, and part
 MOVES: Final = (
     *("compute", "compute", "race", "hold", "advance", "extend", "extend", "release", "release"),
-    *("pin", "pin_coldest", "unpin", "repin", "mark", "mark", "unmark", "squeeze", "squeeze", "unquarantine", "wait"),
+    *("rank", "cut", "cut", "part", "pin", "pin_coldest", "unpin", "repin", "mark", "mark", "unmark"),
+    *("squeeze", "squeeze", "unquarantine", "wait"),
 )
 moves = st.lists(
     st.tuples(st.sampled_from(MOVES), st.integers(0, 7), st.sampled_from(PATHS), st.integers(0, 63)),
@@ -86,6 +87,7 @@ class Grip:
     naive: Hold
     keys: list[BlockKey]
     own: list[int] = field(default_factory=list)  # slots that lost
+    num_shared: int = 1 << 30  # blocks before this one are found by others, too
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -153,6 +155,9 @@ class IndexMachine(RuleBasedStateMachine):
         slots = self.take(len(keys))
         if slots is None:
             return
+        if len(grip.keys) > grip.num_shared:
+            self.fill_apart(grip, keys, slots)
+            return
         taken = self.naive.extend(grip.naive, keys, slots, now_s=self.now_s, seen=seen)
         assert self.radix.extend(grip.radix, keys, slots, now_s=self.now_s, seen=seen) == taken
         grip.keys += keys
@@ -160,6 +165,53 @@ class IndexMachine(RuleBasedStateMachine):
         grip.own += [slot for slot in slots if slot not in won]
         self.slots.know(won)
         self.become(won, SlotState.KNOWN)
+
+    def fill_apart(self, grip: Grip, keys: list[BlockKey], slots: list[int]) -> None:
+        """Blocks behind a hold that nobody else finds."""
+        self.naive.extend_apart(grip.naive, keys, slots)
+        self.radix.extend_apart(grip.radix, keys, slots)
+        self.slots.know_apart(slots)
+        self.become(slots, SlotState.LEAVING)
+        if keys:
+            grip.num_shared = min(grip.num_shared, len(grip.keys))
+        grip.keys += keys
+
+    def part(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """A request computed blocks that nobody is to find."""
+        if self.holds:
+            grip = pick(self.holds, which)
+            keys = self.behind(grip, tokens)
+            slots = self.take(len(keys))
+            if slots is not None:
+                self.fill_apart(grip, keys, slots)
+
+    def rank(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """Blocks leave in another order from now on."""
+        self.policy = POLICIES[sorted(POLICIES)[which % len(POLICIES)]]
+        self.naive.rank_by(self.policy)
+        self.radix.rank_by(self.policy)
+
+    def cut(self, which: int, tokens: list[int], dice: random.Random) -> None:
+        """Somebody wants a block gone, and what builds on it."""
+        keys = path_keys(tokens)
+        gone = self.naive.cut(keys)
+        assert sorted(self.radix.cut(keys)) == sorted(gone)
+        slots = [slot for _, slot in gone]
+        self.slots.cut(slots)
+        self.become(slots, SlotState.LEAVING)
+        for grip in [*self.holds, *self.pins, *self.ended]:
+            if gone and grip.keys[: len(keys)] == keys:
+                grip.num_shared = min(grip.num_shared, len(keys) - 1)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """What nobody finds and nobody holds is gone; a pin may keep what lies behind it in its run."""
+        before = set(self.radix.leaving())
+        gone = self.radix.sweep()
+        assert set(self.naive.leaving()) - set(self.naive.sweep()) <= before - set(gone), "gone from under a holder"
+        assert len(self.radix.leaving()) == len(before) - len(gone)
+        self.slots.vacate(gone)
+        self.become(gone, SlotState.FREE)
 
     def compute(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A request comes, computes what is missing, and may stay."""
@@ -193,7 +245,8 @@ class IndexMachine(RuleBasedStateMachine):
         if self.holds:
             grip = pick(self.holds, which)
             num = dice.choice((None, dice.randint(0, len(grip.keys))))
-            self.pins.append(Grip(self.radix.pin(grip.radix, num), self.naive.pin(grip.naive, num), grip.keys[:num]))
+            pins = self.radix.pin(grip.radix, num), self.naive.pin(grip.naive, num)
+            self.pins.append(Grip(*pins, grip.keys[:num], num_shared=grip.num_shared))
 
     def pin_coldest(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """A job saves who would leave next."""
@@ -216,7 +269,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert (radix is None) == (naive is None), "there for one, and gone for the other"
             if radix is not None and naive is not None:
                 assert self.radix.keys(radix) == grip.keys
-                self.pins.append(Grip(radix, naive, grip.keys))
+                self.pins.append(Grip(radix, naive, grip.keys, num_shared=grip.num_shared))
 
     def unpin(self, which: int, tokens: list[int], dice: random.Random) -> None:
         """The job has read its blocks."""
@@ -334,6 +387,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def check(self) -> None:
         """Everything."""
+        self.sweep()
         self.both_agree_with_themselves()
         self.both_agree_with_each_other()
         self.pins_keep_little_more()
@@ -353,10 +407,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert sorted(self.radix.blocks(), key=block_order) == sorted(self.naive.blocks(), key=block_order)
         if not self.pins:
             assert self.radix.num_evictable == self.naive.num_evictable
+            assert sorted(self.radix.leaving()) == sorted(self.naive.leaving())
         for grip in [*self.holds, *self.pins]:
             assert grip.radix.num_blocks == grip.naive.num_blocks == len(grip.keys)
             assert self.radix.keys(grip.radix) == self.naive.keys(grip.naive) == grip.keys
-            assert self.radix.find(grip.keys) == len(grip.keys)
+            if len(grip.keys) <= grip.num_shared:
+                assert self.radix.find(grip.keys) == len(grip.keys)
             middle = len(grip.keys) // 2
             assert self.radix.keys(grip.radix, middle) == grip.keys[middle:]
             for start in (0, middle):
@@ -386,6 +442,8 @@ class IndexMachine(RuleBasedStateMachine):
         while self.pins:
             self.unpin(0, [], dice)
         self.unquarantine(0, [], dice)
+        self.sweep()
+        assert not self.radix.leaving()
         assert self.radix.num_evictable == len(self.radix) == len(self.naive)
         assert self.take(len(self.states)) is not None
         assert len(self.radix) == len(self.naive) == 0

@@ -25,6 +25,7 @@ class _Block:
     hits: int = 0
     marks: int = 0
     guards: int = 0  # holds and pins that end here
+    cut: bool = False  # nobody finds it
 
 
 class NaiveIndex(PrefixIndex):
@@ -35,6 +36,7 @@ class NaiveIndex(PrefixIndex):
         self._policy = policy
         self._block_bytes = block_bytes
         self._blocks: dict[BlockKey, _Block] = {}
+        self._leaving: list[_Block] = []
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -43,8 +45,13 @@ class NaiveIndex(PrefixIndex):
     @property
     def num_evictable(self) -> int:
         """Blocks that no hold or pin keeps."""
-        kept = {before.key for block in self._blocks.values() if block.guards for before in _path(block)}
-        return len(self._blocks) - len(kept)
+        kept = self._kept()
+        return sum(id(block) not in kept for block in self._blocks.values())
+
+    def _kept(self) -> set[int]:
+        """Blocks that a hold or pin keeps."""
+        holding = (block for block in (*self._blocks.values(), *self._leaving) if block.guards)
+        return {id(before) for block in holding for before in _path(block)}
 
     def find(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a sequence are known."""
@@ -58,7 +65,8 @@ class NaiveIndex(PrefixIndex):
 
     def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
         """Move a hold over those of the next keys that are known by now."""
-        num_found = self.find(keys)
+        last = cast(_Block | None, hold.at)
+        num_found = 0 if last is not None and last.cut else self.find(keys)
         for key in keys[:num_found]:
             block = self._blocks[key]
             block.hits += hit
@@ -77,6 +85,39 @@ class NaiveIndex(PrefixIndex):
             self._blocks[key] = _Block(key, cast(_Block | None, hold.at), hold.num_blocks, slot, now_s, hits)
             self._move(hold, self._blocks[key])
         return array("i", [self._blocks[key].slot for key in keys])
+
+    def extend_apart(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Blocks behind a hold that nobody else finds."""
+        for key, slot in zip(keys, slots, strict=True):
+            block = _Block(key, cast(_Block | None, hold.at), hold.num_blocks, slot, 0.0, cut=True)
+            self._leaving.append(block)
+            self._move(hold, block)
+
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on."""
+        self._policy = policy
+
+    def cut(self, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, int]]:
+        """Have nobody find the last of these blocks any more, nor what builds on it."""
+        if not keys or self.find(keys) < len(keys):
+            return []
+        doomed = [block for block in self._blocks.values() if any(one.key == keys[-1] for one in _path(block))]
+        for block in doomed:
+            block.cut = True
+            del self._blocks[block.key]
+        self._leaving += doomed
+        return [(block.key, block.slot) for block in doomed]
+
+    def sweep(self) -> list[int]:
+        """Forget blocks that nobody finds, holds or pins any more."""
+        kept = self._kept()
+        gone = [block.slot for block in self._leaving if id(block) not in kept]
+        self._leaving = [block for block in self._leaving if id(block) in kept]
+        return gone
+
+    def leaving(self) -> list[int]:
+        """Slots of blocks that nobody finds."""
+        return [block.slot for block in self._leaving]
 
     def release(self, hold: Hold, *, now_s: float) -> None:
         """Give a hold back."""
@@ -135,7 +176,7 @@ class NaiveIndex(PrefixIndex):
 
     def unmark(self, bit: int) -> None:
         """Forget of every block that it is in the store of this bit."""
-        for block in self._blocks.values():
+        for block in (*self._blocks.values(), *self._leaving):
             block.marks &= ~bit
 
     def facts(self) -> list[object]:
@@ -162,7 +203,8 @@ class NaiveIndex(PrefixIndex):
     def free_leaves(self) -> list[BlockKey]:
         """The blocks that may leave now, lowest priority first."""
         parents = {block.parent.key for block in self._blocks.values() if block.parent is not None}
-        free = [key for key, block in self._blocks.items() if key not in parents and not block.guards]
+        kept = self._kept()
+        free = [key for key, block in self._blocks.items() if key not in parents and id(block) not in kept]
         return sorted(free, key=self.priority)
 
     def priority(self, key: BlockKey) -> float:

@@ -317,6 +317,7 @@ TROUBLE = {  # counted when something goes wrong, is shared or is dropped: not i
         "dropped_blocks_total",
     ),
     *("brain_failures_total", "recorded_events_total", "bad_pages_total", "bad_pages_kept_total"),
+    "purged_blocks_total",  # when somebody asks for it
     *("rank_trouble_total", "rank_seconds", "trial_loads_total"),
     *("refused_calls_total", "stuck_calls", "sliced_total"),  # of stores that are called on threads of their own
     *("split_loads_total", "split_blocks_total"),  # its stores are fast

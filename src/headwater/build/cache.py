@@ -70,7 +70,7 @@ def open_cache(
         metrics=metrics,
         threads_per_store=threads_per_store,
     )
-    cache = TieredCache(brain, worker, clock=clock, metrics=metrics, recorder=recorder)
+    cache = TieredCache(brain, worker, clock=clock, metrics=metrics, recorder=recorder, purger=worker)
     worker.deliver = cache.deliver
     worker.on_first_layer(cache.notice)
     return cache

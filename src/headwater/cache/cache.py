@@ -19,16 +19,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from headwater.cache.explanations import Explained, Text
-from headwater.cache.match import Match
+from headwater.cache.match import DEVICE, Match
 from headwater.cache.records import JobKind
 from headwater.cache.shell import Shell
 from headwater.core import events as ev
-from headwater.core.errors import InvalidInput
+from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.core.results import Status
+from headwater.core.results import Status, TierPurge
 
 log = logging.getLogger("headwater")
 
@@ -50,6 +50,14 @@ class Progress:
     stuck: bool = False
     meeting: bool = False
     num_claimed: int = 0
+
+
+class PinFacts(NamedTuple):
+    """A pin, as people see it."""
+
+    name: str
+    num_blocks: int
+    left_s: float | None  # None: for good
 
 
 _HIT: Final = frozenset({Status.HIT})
@@ -227,6 +235,113 @@ class TieredCache(Shell):
     def throttle_saves(self, *, on: bool) -> None:
         """The engine is in a hurry, or not any more: what nobody waits for is done a little later. Does not block."""
         self._executor.throttle_saves(on=on)
+
+    # --- who runs it --------------------------------------------------------------------------------------------------
+
+    def purge(
+        self, keys: Sequence[BlockKey] = (), *, tenant: bytes = ev.NO_TENANT, timeout_s: float = 60.0
+    ) -> tuple[ev.Purged, list[TierPurge]]:
+        """Have the last of these blocks gone, with all that builds on it; without keys, all of a tenant.
+
+        `keys` are of the whole path, from its first block on. When this returns, nobody who asks finds them here, on
+        the device or in a store, but where the answer says that a store could not be reached; requests that run keep
+        what they have, alone. Blocks: for writes that had begun, and for the stores, about `timeout_s` at most. Raises
+        InvalidInput while another purge is under way, and where nobody can reach the stores; HeadwaterError if the
+        brain fails meanwhile.
+        """
+        if self._purger is None and self.tiers:
+            raise InvalidInput(f"nobody here can remove blocks from {', '.join(self.tiers)}")
+        with self._lock:
+            order = ev.PurgeBegan(now_s=self._now_s(), keys=tuple(keys), tenant=tenant)
+            said = [one for one in self._handle(order) if isinstance(one, ev.Purged)]
+            generation = self.generation
+        try:
+            known = said[0].keys if said else ()
+            tiers = self._purger.purge(order, self.tiers, known, timeout_s) if self._purger is not None else []
+        finally:
+            with self._lock:
+                whole = bool(said) and generation == self.generation
+                if whole:
+                    self._handle(ev.PurgeEnded(now_s=self._clock.monotonic()))
+        if not whole:
+            raise HeadwaterError("the cache's brain failed meanwhile: some of it may be back, so purge again")
+        for tier, num in ((DEVICE, len(known)), *((one.tier, one.num_removed) for one in tiers)):
+            self.metrics.count("purged_blocks_total", num, tier=tier)
+        return said[0], tiers
+
+    def pin(
+        self, name: str, keys: Sequence[BlockKey], *, tenant: bytes = ev.NO_TENANT, ttl_s: float | None = None
+    ) -> PinFacts:
+        """Keep on the device what is there of a prefix, until `unpin`, for `ttl_s`, or until a purge takes it.
+
+        Counts against `CacheConfig.pin_share`. One of the same name is replaced. Raises InvalidInput, with what there
+        is, for more than the budget, and where nothing of the prefix is on the device.
+        """
+        with self._lock:
+            now_s = self._now_s()
+            until_s = 0.0 if ttl_s is None else now_s + ttl_s
+            self._handle(ev.Pinned(now_s=now_s, name=name, keys=tuple(keys), tenant=tenant, until_s=until_s))
+            return next((pin for pin in self.pins() if pin.name == name), PinFacts(name, 0, None))
+
+    def unpin(self, name: str) -> None:
+        """Let it go again. Raises InvalidInput for a pin that is not there."""
+        with self._lock:
+            self._handle(ev.Unpinned(now_s=self._now_s(), name=name))
+
+    def pins(self) -> list[PinFacts]:
+        """Every pin, oldest first. Does not block."""
+        with self._lock:
+            now_s = self._now_s()
+            left = ((pin, pin.until_s - now_s if pin.until_s else None) for pin in self.brain.pins)
+            return [PinFacts(pin.name, len(pin.keys), left_s) for pin, left_s in left if left_s is None or left_s > 0]
+
+    def choose_policy(self, name: str) -> None:
+        """Have blocks leave the device in another order from now on. Raises InvalidInput for a name that is none."""
+        with self._lock:
+            self._handle(ev.PolicyChosen(now_s=self._now_s(), policy=name))
+
+    def warm(
+        self,
+        request: str,
+        keys: Sequence[BlockKey],
+        *,
+        root: BlockKey,
+        tenant: bytes = ev.NO_TENANT,
+        timeout_s: float = 30.0,
+    ) -> Match:
+        """Bring what slower stores have of a prompt to the fastest, and nothing to the device. Returns what is where.
+
+        As a request that only waits does it: one row at a time, behind nobody's load. `request`: a name of its own.
+        Blocks, about `timeout_s` at most. Raises InvalidInput where there are not two stores, or no prefetch.
+        """
+        if len(self.tiers) < 2 or not self._config.prefetch:
+            raise InvalidInput("there is nothing to warm: it needs a second store, and prefetch")
+        until_s = self._clock.monotonic() + timeout_s
+        num_before = -1
+        while True:
+            with self._lock:
+                now_s = self._now_s()
+                arrived = ev.Arrived(now_s=now_s, request=request, keys=tuple(keys), root=root, tenant=tenant)
+                try:
+                    found = self._match(arrived)
+                    while self._is_brought(request) and (left_s := until_s - self._clock.monotonic()) > 0:
+                        self._changed.wait(left_s)
+                    if request in self.brain.requests:
+                        found = self.brain.view(request)
+                finally:
+                    self.release(request)
+            num_there = sum(part.end - part.start for part in found.parts if part.tier in (DEVICE, self.tiers[0]))
+            if num_there in (found.num_hit, num_before) or self._clock.monotonic() >= until_s:
+                return found
+            num_before = num_there
+
+    def _is_brought(self, request: str) -> bool:
+        """Whether stores are asked, or read, for a request that only waits."""
+        record = self.brain.requests.get(request)
+        if record is None or self._closed:
+            return False
+        copies = (job for job in self.brain.jobs if job.kind is JobKind.PROMOTE)
+        return bool(record.probes) or any(job.request is record for job in copies)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from headwater.cache.state import Brain
 from headwater.core import events as ev
 from headwater.core.errors import InvalidInput
-from headwater.core.results import Status
+from headwater.core.keys import BlockKey
+from headwater.core.results import Status, TierPurge
 
 
 class Executor(Protocol):
@@ -41,6 +42,19 @@ class Executor(Protocol):
 
     def wait_layer(self, job: int, layer: int, timeout_s: float) -> bool:
         """Wait until a load has brought all planes up to a layer's. Blocks. False: too late, or it is over."""
+        ...
+
+
+class Purger(Protocol):
+    """Who removes blocks from the stores because somebody wants them gone (`transfer/executor/purger.py`)."""
+
+    def purge(
+        self, order: ev.PurgeBegan, stores: Sequence[str], known: Sequence[BlockKey], timeout_s: float
+    ) -> list[TierPurge]:
+        """Remove them, behind what is being written; `known`: blocks among them that were on the device. Blocks.
+
+        Says store by store what became of them. Raises nothing.
+        """
         ...
 
 

@@ -87,6 +87,8 @@ class Loader:
 
     def where(self, request: RequestRecord, at: int) -> str | None:
         """The fastest store that says it has a block."""
+        if request.barred is not None and at >= request.barred:
+            return None
         if at < request.probe_start:  # it was on the device when the stores were asked
             return None
         for name in self._jobs.tiers:
@@ -101,6 +103,10 @@ class Loader:
         if at < first:
             return min(first, end)
         ends = [end]
+        if request.barred is not None:
+            if at >= request.barred:
+                return end
+            ends.append(request.barred)
         for name in self._jobs.tiers:
             held = request.held.get(name)
             if held is None:

@@ -1,7 +1,7 @@
 """The answer to a request that asks what is there: for each block of its prompt HIT (where), PENDING or MISS."""
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -53,3 +53,32 @@ class Match:
     def settled(self) -> bool:
         """Whether asking again would not tell more."""
         return all(part.status is not BlockStatus.PENDING for part in self.parts)
+
+
+def describe(
+    request: str,
+    num_blocks: int,
+    num_held: int,
+    status: Callable[[int], tuple[BlockStatus, str | None]],
+    row_end: Callable[[int, str | None], int],
+    *,
+    reserved: bool,
+) -> Match:
+    """The answer for a prompt whose first `num_held` blocks are on the device. Pure.
+
+    `status`: of one block behind those; `row_end`: up to where it is the same in that tier, at least.
+    """
+    parts = [MatchPart(BlockStatus.HIT, DEVICE, 0, num_held)] if num_held else []
+    at = num_held
+    while at < num_blocks:
+        found, tier = status(at)
+        end = row_end(at, tier)
+        if parts and parts[-1][:2] == (found, tier):
+            parts[-1] = parts[-1]._replace(end=end)
+        else:
+            parts.append(MatchPart(found, tier, at, end))
+        at = end
+        if found is BlockStatus.MISS or (found is BlockStatus.PENDING and not reserved):
+            parts[-1] = parts[-1]._replace(end=num_blocks)  # nobody can say more of what comes behind
+            break
+    return Match(request, num_blocks, tuple(parts))

@@ -52,9 +52,14 @@ class Moves:
             self._fresh.append(Stored(tier=DEVICE, keys=tuple(keys), parent=parent, depth=depth))
 
     def evicted(self, victims: Iterable[Victim]) -> None:
-        """Blocks left the device."""
-        if self.watched and (keys := tuple(victim.key for victim in victims)):
-            self._fresh.append(Removed(tier=DEVICE, keys=keys))
+        """Blocks were evicted from the device."""
+        if self.watched:
+            self.left(victim.key for victim in victims)
+
+    def left(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks are not to be found on the device any more."""
+        if self.watched:
+            self._went(DEVICE, keys)
 
     def ended(self, job: JobRecord, results: Sequence[Status], into: TierState) -> None:
         """A job says of each of its blocks what became of it, in the tier that it read or wrote."""

@@ -17,6 +17,8 @@ from headwater.cache.pace import LoadPace, lower_median
 from headwater.cache.records import JobKind
 from headwater.config.cache import TierConfig
 from headwater.core.breaker import Breaker, BreakerState
+from headwater.core.errors import InvalidInput
+from headwater.core.events import Paced
 
 _WEIGHT: Final = 0.2  # of the newest measurement
 _WORTH: Final = 0.75  # of computing, that a load may take: what is expected is off by that much from step to step
@@ -72,6 +74,12 @@ class ComputeCost:
     def block_s(self, depth: int) -> float:
         """One block."""
         return self.base_s + self.slope_s * depth
+
+    def paced(self, event: Paced) -> None:
+        """It was measured. Raises InvalidInput for what cannot be."""
+        if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
+            raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
+        self.base_s, self.slope_s = event.base_s, event.slope_s
 
     def row_s(self, start: int, end: int) -> float:
         """Blocks [start, end)."""

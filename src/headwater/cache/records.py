@@ -109,6 +109,7 @@ class RequestRecord:
     probes: dict[str, int] = field(default_factory=dict)  # stores that were asked and have not answered: the job
     asked_s: float = 0.0  # when the stores were asked, the last time
     answered_s: float | None = None  # when no store was being asked any more
+    barred: int | None = None  # from here on nothing is loaded, saved, or found by others: see `purging.py`
     gave_way: bool = False  # it had to give up its hold: what it finds again counts as no hit
     probe_start: int = 0  # depth from which on stores were asked
     held: dict[str, bytearray] = field(default_factory=dict)  # their answers, one byte a block from there on
@@ -151,6 +152,10 @@ class RequestRecord:
     def before(self, at: int) -> BlockKey:
         """The key that its block at this depth builds on."""
         return self.keys[at - 1] if at else self.root
+
+    def num_shared(self, end: int) -> int:
+        """Up to where its first `end` blocks are, or will be, for others to find."""
+        return end if self.barred is None else min(end, self.barred)
 
     @property
     def num_blocks(self) -> int:

@@ -52,7 +52,7 @@ class Saver:
         for tier in self._of[SaveWhen.COMMIT]:
             refusal = tier.refuses_save(self._jobs.block_bytes, now_s)
             if refusal is None:
-                refusal = self._bring(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
+                refusal = self._bring(tier, self._pin(request), request.keys, now_s, request=request)
             if refusal is not None:  # counted once, though the next commit tries the whole path again
                 self._accounts.add("dropped_blocks_total", num_fresh, tier=tier.name, reason=refusal)
 
@@ -63,7 +63,7 @@ class Saver:
         for tier in self._of[SaveWhen.HITS]:
             num_hot = self._evicting.num_hot(request.hold, tier.config.save_after_hits)
             if num_hot and tier.refuses_save(self._jobs.block_bytes, now_s) is None:  # if it does: at the next hit
-                pin = self._index.pin(request.hold, num_hot)
+                pin = self._pin(request, num_hot)
                 self._bring(tier, pin, request.keys, now_s, request=request)
 
     def clean(self, now_s: float) -> None:
@@ -144,6 +144,8 @@ class Saver:
     ) -> str | None:
         """Bring what the source of a Demote did not have from wherever it is; or say why that is dropped."""
         owner = request if request is not None and request.hold.num_blocks >= job.end else None
+        if owner is not None and owner.num_shared(job.end) < job.end:
+            return _LOST
         pin = self._index.pin(owner.hold, job.end) if owner is not None else self._repin(job)
         if pin is None:
             return _LOST
@@ -174,7 +176,12 @@ class Saver:
         self._unmark(job, tier.bit, 0 if lost_path else job.start + first_bad, request)
         if lost_path and request is not None and tier.refuses_save(self._jobs.block_bytes, now_s) is None:
             # The store evicted the blocks before: write the whole path.
-            self._bring(tier, self._index.pin(request.hold), request.keys, now_s, request=request)
+            self._bring(tier, self._pin(request), request.keys, now_s, request=request)
+
+    def _pin(self, request: RequestRecord, num_blocks: int | None = None) -> Hold:
+        """The first blocks of a request, or all, of those that may be written."""
+        num_held = request.hold.num_blocks
+        return self._index.pin(request.hold, request.num_shared(num_held if num_blocks is None else num_blocks))
 
     def _unmark(self, job: JobRecord, bit: int, start: int, request: RequestRecord | None) -> None:
         """A store lacks the blocks of a job from `start` on."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from headwater.cache.custody import Custody
-from headwater.cache.executor import Executor, MonotonicClock, Recorder
+from headwater.cache.executor import Executor, MonotonicClock, Purger, Recorder
 from headwater.cache.explanations import Explanations
 from headwater.cache.match import DEVICE
 from headwater.cache.misses import MissBrain
@@ -44,8 +44,12 @@ class Shell:
         clock: MonotonicClock,
         metrics: Metrics | None = None,
         recorder: Recorder | None = None,
+        purger: Purger | None = None,
     ) -> None:
-        """Takes the executor over: `close` closes it. `recorder` hears all that the brain hears and says."""
+        """Takes the executor over: `close` closes it. `recorder` hears all that the brain hears and says.
+
+        `purger`: who removes blocks from the stores; None: nobody does.
+        """
         self.brain = brain
         self.metrics = metrics if metrics is not None else Metrics()
         self.failed: str | None = None  # why the brain is one that only misses
@@ -55,6 +59,7 @@ class Shell:
         self._executor = executor
         self._clock = clock
         self._recorder = recorder
+        self._purger = purger
         self._lock = threading.RLock()  # re-entered where an executor reports at once, as in virtual time
         self._changed = threading.Condition(self._lock)
         self._closed = False

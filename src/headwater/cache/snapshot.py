@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from headwater.cache.state import Brain
 
 
+_THERE = (SlotState.KNOWN, SlotState.LEAVING)
+
+
 def digest(brain: "Brain") -> str:
     """SHA-256 over all that the brain knows. Two that heard the same events have the same, and say the same next."""
     requests = [
@@ -39,6 +42,7 @@ def digest(brain: "Brain") -> str:
             ),
             *([request.meeting.facts()] if request.meeting is not None else []),
             *(["may meet", request.load_end] if request.may_meet else []),
+            *([["barred", request.barred]] if request.barred is not None else []),
             *([request.met, request.met_wait_s] if request.met or request.met_wait_s else []),
         ]
         for request in brain.requests.values()
@@ -57,7 +61,7 @@ def digest(brain: "Brain") -> str:
     ]
     state = {
         "index": brain.index.facts(),
-        "slots": {state.name: num for state, num in brain.slots.counts().items()},
+        "slots": {state.name: num for state, num in brain.slots.counts().items() if num or state < SlotState.LEAVING},
         "free": brain.slots.free(),
         "withheld": sorted(brain.withheld),
         "origins": [[key.hex(), root.hex(), tenant.hex()] for key, (root, tenant) in brain.saver.origins.items()],
@@ -69,6 +73,12 @@ def digest(brain: "Brain") -> str:
         "tiers": tiers,
         "totals": sorted([name, labels, amount] for (name, labels), amount in brain.accounts.totals.items()),
     }
+    if brain.purges.open is not None:
+        state["purge"] = [[key.hex() for key in brain.purges.open.keys], brain.purges.open.tenant.hex()]
+    if brain.policy != brain.config.policy:
+        state["policy"] = brain.policy
+    if pins := brain.pins.facts():
+        state["pins"] = pins
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
@@ -76,6 +86,7 @@ def validate(brain: "Brain") -> None:
     """Raise AssertionError if the brain contradicts itself. Reads everything."""
     brain.index.validate()
     brain.slots.validate()
+    brain.pins.validate()
     own: list[int] = []
     loading: set[int] = set()
     for name, request in brain.requests.items():
@@ -91,7 +102,7 @@ def validate(brain: "Brain") -> None:
         assert len(set(request.own)) == len(request.own), "one slot for two blocks"
         for at, slot in enumerate(request.own, request.base):
             known = at < request.hold.num_blocks and table[at] == slot
-            assert known == (brain.slots.state(slot) is SlotState.KNOWN), "a block that is known and not in the index"
+            assert known == (brain.slots.state(slot) in _THERE), "a block that is known and not in the index"
         loading |= {job.job for job in request.all_loads if job.results is None}
         assert bool(request.loads) == (request.ready_s is None), (
             "a request that waits for nothing, or not for its loads"

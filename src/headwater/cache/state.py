@@ -18,6 +18,7 @@ What it keeps to:
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from headwater.cache import snapshot
@@ -25,11 +26,14 @@ from headwater.cache.accounts import Accounts
 from headwater.cache.bill import bill
 from headwater.cache.jobs import Jobs
 from headwater.cache.loader import Loader
-from headwater.cache.match import DEVICE, BlockStatus, Match, MatchPart
+from headwater.cache.match import DEVICE, BlockStatus, Match, describe
 from headwater.cache.moves import Moves
+from headwater.cache.pinning import Pins
 from headwater.cache.placement import ComputeCost, TierState
+from headwater.cache.purging import Purges
 from headwater.cache.records import JobKind, JobRecord, RequestRecord
 from headwater.cache.reports import Reports
+from headwater.cache.room import Room
 from headwater.cache.saver import Saver
 from headwater.cache.whys import Whys
 from headwater.config.cache import CacheConfig
@@ -54,15 +58,14 @@ class Brain:
 
     def __init__(self, config: CacheConfig, *, withheld: Collection[int] = (), first_job: int = 1) -> None:
         """`withheld`: slots not to be used before they are `Vacated`. Both are for who follows another brain."""
-        self.config = config
+        self.config, self.policy = config, config.policy  # which may change
         self.first_job: Final = first_job
         self.cost = ComputeCost(config.compute_base_s, config.compute_slope_s)
         self.index, self.slots = self._device(config)
         self.evicting = self.index.evicting()  # the same, where blocks stay in it
         self.withheld = set(withheld)
         self.slots.withhold(self.withheld)
-        self.accounts = Accounts()
-        self.moves = Moves()
+        self.accounts, self.moves = Accounts(), Moves()
         self.tiers = {tier.name: TierState(tier, 1 << i) for i, tier in enumerate(config.tiers)}
         self.requests: dict[str, RequestRecord] = {}
         self.pending: dict[BlockKey, str] = {}  # blocks that a request is about to have
@@ -72,6 +75,10 @@ class Brain:
         self.whys = Whys(self.evicting, config.policy, self.tiers)
         self.loader = Loader(self.index, self.jobs, self.accounts, self.whys, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
+        self.pins = Pins(self.index, config.num_slots, config.pin_share, self._out)
+        parts = (self.index, self.slots, self.requests, self.saver, self.pins)
+        self.room = Room(*parts)
+        self.purges = Purges(*parts, self.moves, self._out, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
@@ -79,8 +86,13 @@ class Brain:
             ev.Claimed: self._claimed,
             ev.GaveUp: self._gave_up,
             ev.Left: self._left,
-            ev.Paced: self._paced,
+            ev.Paced: self.cost.paced,
+            ev.PolicyChosen: self._policy_chosen,
             ev.Vacated: self._vacated,
+            ev.Pinned: self.pins.pinned,
+            ev.Unpinned: self.pins.unpinned,
+            ev.PurgeBegan: self.purges.began,
+            ev.PurgeEnded: self.purges.ended,
             ev.Copied: reports.copied,
             ev.Stuck: reports.stuck,
             ev.JobDone: reports.job_done,
@@ -106,6 +118,8 @@ class Brain:
             raise InvalidInput(f"a brain hears events, not {type(event).__name__}")
         self._out.clear()
         handler(event)
+        self.pins.expire(event.now_s)
+        self.purges.sweep()
         self._check()
         return self._out[:]
 
@@ -159,6 +173,7 @@ class Brain:
             asked_s=event.now_s,
         )
         self.requests[event.request] = request
+        self.purges.bar(request)
         self.loader.probe(request, event.now_s)
         self.saver.hit(request, event.now_s)
 
@@ -169,23 +184,12 @@ class Brain:
     def view(self, name: str) -> Match:
         """What is there of a request's prompt now. Changes nothing."""
         request = self._request(name)
-        on_device, total = min(request.hold.num_blocks, request.num_prompt), request.num_prompt
-        parts: list[MatchPart] = []
-        if on_device:
-            parts.append(MatchPart(BlockStatus.HIT, DEVICE, 0, on_device))
-        at = on_device
-        while at < total:
-            status, tier = self._status(request, at)
-            end = at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, total)
-            if parts and parts[-1][:2] == (status, tier):
-                parts[-1] = parts[-1]._replace(end=end)
-            else:
-                parts.append(MatchPart(status, tier, at, end))
-            at = end
-            if status is BlockStatus.MISS or (status is BlockStatus.PENDING and not request.reserved):
-                parts[-1] = parts[-1]._replace(end=total)  # nobody can say more of what comes behind
-                break
-        return Match(name, total, tuple(parts))
+
+        def row_end(at: int, tier: str | None) -> int:
+            return at + 1 if request.reserved or tier is None else self.loader.row_end(request, at, request.num_prompt)
+
+        num_held, status = min(request.hold.num_blocks, request.num_prompt), partial(self._status, request)
+        return describe(name, request.num_prompt, num_held, status, row_end, reserved=request.reserved)
 
     def _status(self, request: RequestRecord, at: int) -> tuple[BlockStatus, str | None]:
         if request.reserved:
@@ -208,7 +212,7 @@ class Brain:
             self._advance(request, event.now_s)
         have = request.hold.num_blocks if first else request.num_blocks
         num_wanted = max(0, event.num_blocks - have)
-        self._make_way(request, num_wanted, event.now_s)
+        self.room.make(request, num_wanted, event.now_s)
         taken = self.slots.take(num_wanted)
         if taken is None:
             return
@@ -218,7 +222,7 @@ class Brain:
         if first:
             request.base = have
             request.reserved_s = event.now_s
-        for key in request.keys[have : request.num_blocks]:
+        for key in request.keys[have : request.num_shared(request.num_blocks)]:
             self.pending.setdefault(key, event.request)
         self._out.append(ev.Granted(request=event.request, slots=self._table(request)))
         if first:
@@ -227,22 +231,6 @@ class Brain:
                 self.loader.load(request, event.now_s, promised=event.promised, meet=event.meet)
             self._settle(request, event.now_s)
         self._clean(event.now_s)
-
-    def _make_way(self, request: RequestRecord, num_wanted: int, now_s: float) -> None:
-        """Before a request that would run is refused, who only waits gives up its hold, the newest first.
-
-        Then saves that wait for a slow store give up their blocks; that takes effect when the executor has heard it.
-        """
-        if num_wanted > self.slots.num_slots - sum(len(one.own) for one in self.requests.values()):
-            return  # it could not be had if all of them gave way
-        for other in reversed(self.requests.values()):
-            if self.slots.num_available >= num_wanted:
-                return
-            if not other.reserved and other is not request and other.hold.num_blocks:
-                self.index.release(other.hold, now_s=now_s)
-                other.hold = self.index.hold([], now_s=now_s)
-                other.gave_way = True
-        self.saver.make_way(num_wanted - self.slots.num_available)
 
     def _advance(self, request: RequestRecord, now_s: float) -> int:
         """Hold what is known by now of a request's blocks."""
@@ -278,6 +266,7 @@ class Brain:
             raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
         _require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
+        self.purges.bar(request)
         self._enter(request, event.keys, event.now_s)
         num_met = self.loader.settle(request, event.now_s)
         self.saver.commit(request, len(event.keys) + num_met, event.now_s)
@@ -293,6 +282,10 @@ class Brain:
         """Finished blocks get into the index; those that were there already keep their earlier slot."""
         start = request.hold.num_blocks
         own = request.own[start - request.base : start - request.base + len(keys)]
+        num_shared = max(0, request.num_shared(start + len(keys)) - start)
+        if num_shared < len(keys):
+            self._enter_apart(request, keys, own, num_shared, now_s, seen=seen)
+            return
         if start == 0 and keys:
             self.saver.entered(request, keys[0])
         taken = self.index.extend(request.hold, keys, own, now_s=now_s, seen=seen)
@@ -301,6 +294,16 @@ class Brain:
         self.accounts.add("duplicate_blocks_total", num_known)
         self.moves.entered(keys[num_known:], request.before(start + num_known), start + num_known)
         self._forget_pending(request.request, keys)
+
+    def _enter_apart(
+        self, request: RequestRecord, keys: Sequence[BlockKey], own: list[int], at: int, now_s: float, *, seen: bool
+    ) -> None:
+        """From `at` on, finished blocks are the request's alone."""
+        if at:
+            self._enter(request, keys[:at], now_s, seen=seen)
+        self.index.extend_apart(request.hold, keys[at:], own[at:])
+        self.slots.know_apart(own[at:])
+        self._forget_pending(request.request, keys[at:])
 
     def _left(self, event: ev.Left) -> None:
         request = self._request(event.request)
@@ -371,10 +374,11 @@ class Brain:
         self.withheld.difference_update(event.slots)
         self.slots.unquarantine(event.slots)
 
-    def _paced(self, event: ev.Paced) -> None:
-        if not (0 <= event.base_s < float("inf") and 0 <= event.slope_s < float("inf")):
-            raise InvalidInput(f"computing a block cannot cost {event.base_s} and {event.slope_s} seconds")
-        self.cost.base_s, self.cost.slope_s = event.base_s, event.slope_s
+    def _policy_chosen(self, event: ev.PolicyChosen) -> None:
+        if self.evicting is None:
+            raise InvalidInput("this engine evicts by itself, in an order of its own")
+        self.evicting.rank_by(policy_by_name(event.policy))
+        self.policy = event.policy
 
     def _bury(self, victims: list[Victim], event: ev.Wanted) -> None:
         """Blocks were evicted, for whoever wanted slots."""

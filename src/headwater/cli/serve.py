@@ -127,6 +127,9 @@ def serve(
     ] = False,
     max_running: Annotated[int, typer.Option(help="Requests that are computed together.")] = 16,
     max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are sent away (429).")] = 256,
+    pin_share: Annotated[
+        float, typer.Option(help="Share of the device's blocks that `headwater admin pin` may keep, up to 0.9.")
+    ] = 0.1,
     step_tokens: Annotated[int, typer.Option(help="Tokens that are computed together.")] = 2048,
     max_body_mib: Annotated[int, typer.Option(help="Largest body that is read.")] = 8,
     record: Annotated[
@@ -206,6 +209,7 @@ def serve(
         allowed_hosts=tuple(allow_host or ()),
         max_running=max_running,
         max_waiting=max_waiting,
+        pin_share=pin_share,
         step_tokens=step_tokens,
         request_timeout_s=timeout,
         cache=not no_cache,

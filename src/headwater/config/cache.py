@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from headwater.config.checks import require_count, require_seconds
+from headwater.config.checks import require_count, require_pin_share, require_seconds
 from headwater.core.errors import InvalidConfig
 
 
@@ -55,6 +55,7 @@ class CacheConfig:
     tiers: tuple[TierConfig, ...] = ()
     policy: str = "value"
     prefetch: bool = True  # bring what a waiting request needs from slower stores to the fastest
+    pin_share: float = 0.1  # of the slots, that pins may keep
     ghosts: int | None = None  # evicted blocks that are remembered; None: four times the slots
     weigh_cost: bool = False  # whether `value` keeps deep blocks, dear to compute, longer. See docs/LOG.md: no gain yet
     compute_base_s: float = 0.0  # cost of computing a block until it is measured; see `events.Paced`
@@ -73,6 +74,7 @@ class CacheConfig:
             raise InvalidConfig(f"two tiers have one name: {', '.join(names)}")
         if len(names) > 8:
             raise InvalidConfig(f"at most 8 tiers, not {len(names)}")
+        require_pin_share(self.pin_share)
         for name in ("compute_base_s", "compute_slope_s"):
             value: object = getattr(self, name)
             if not (isinstance(value, int | float) and 0 <= value < float("inf")):

@@ -22,6 +22,12 @@ def require_seconds(name: str, value: object) -> None:
         raise InvalidConfig(f"{name} must be a positive number of seconds, not {value!r}")
 
 
+def require_pin_share(value: object) -> None:
+    """Raise InvalidConfig unless it is a share of the device that leaves room for requests."""
+    if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.9):
+        raise InvalidConfig(f"pin_share is a number from 0 to 0.9, not {value!r}")
+
+
 def require_url(what: str, url: object) -> None:
     """Raise InvalidConfig unless it is http://HOST:PORT, or https."""
     try:

@@ -8,7 +8,14 @@ from typing import Final, cast
 from urllib.parse import urlsplit
 
 from headwater.config.cache import TierConfig
-from headwater.config.checks import is_loopback, require_count, require_hosts, require_seconds, require_url
+from headwater.config.checks import (
+    is_loopback,
+    require_count,
+    require_hosts,
+    require_pin_share,
+    require_seconds,
+    require_url,
+)
 from headwater.config.environment import PD_VIA, POOL_WAY, default_node
 from headwater.config.residency import ResidencyConfig, check_index_only
 from headwater.config.stores import MIN_LIMIT_BYTES, CacheTiers, pool_kind
@@ -67,6 +74,7 @@ class ServeConfig(CacheTiers):
     allowed_hosts: tuple[str, ...] = ()  # names in `Host` that a server on loopback without a key answers to
     max_running: int = 16
     max_waiting: int = 256
+    pin_share: float = 0.1  # of the device's blocks, that pins may keep
     step_tokens: int = 2048
     request_timeout_s: float = 600.0  # from a request's first byte to the end of its answer
     cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
@@ -92,6 +100,7 @@ class ServeConfig(CacheTiers):
             "step_tokens",
         ):
             require_count(name, getattr(self, name), 1)
+        require_pin_share(self.pin_share)
         object.__setattr__(self, "allowed_hosts", require_hosts(self.allowed_hosts))
         for name in ("num_blocks", "device_bytes", "max_prompt_chars"):
             if getattr(self, name) is not None:

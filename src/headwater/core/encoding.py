@@ -17,6 +17,7 @@ _KINDS: Final[dict[str, type[ev.Event | ev.Instruction]]] = {
     kind.__name__: kind
     for kind in (
         *(ev.Arrived, ev.Wanted, ev.Lent, ev.Filled, ev.Claimed, ev.GaveUp, ev.Left, ev.Paced, ev.Vacated),
+        *(ev.PolicyChosen, ev.Pinned, ev.Unpinned, ev.PurgeBegan, ev.PurgeEnded, ev.Purged),
         *(ev.Copied, ev.Stuck, ev.JobDone, ev.JobFailed, ev.StoreOff, ev.StoreOn),
         *(ev.Probe, ev.Load, ev.Save, ev.Demote, ev.Promote, ev.Cancel, ev.Granted, ev.Finished),
         *(ev.Tell, ev.Stored, ev.Removed, ev.TierLost),

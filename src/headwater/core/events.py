@@ -115,6 +115,47 @@ class Vacated(Event):
     slots: tuple[int, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyChosen(Event):
+    """Blocks are to leave the device in another order from now on."""
+
+    policy: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned(Event):
+    """Somebody wants what is on the device of a prefix to stay there, under a name."""
+
+    name: str
+    keys: tuple[BlockKey, ...]
+    tenant: bytes = NO_TENANT
+    until_s: float = 0.0  # 0: for good
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unpinned(Event):
+    """It may go again."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeBegan(Event):
+    """Somebody wants blocks gone: the last of these and all that builds on it; without keys, all of a tenant.
+
+    Until PurgeEnded nothing of them is read from a store or written to one, and what requests have of them is found by
+    nobody else, then or later.
+    """
+
+    keys: tuple[BlockKey, ...] = ()  # from the first of the path on
+    tenant: bytes = NO_TENANT
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PurgeEnded(Event):
+    """They were removed from the stores, as far as those can be reached."""
+
+
 # --- what the executor says -------------------------------------------------------------------------------------------
 
 
@@ -273,6 +314,14 @@ class Granted(Instruction):
 
     request: str
     slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Purged(Instruction):
+    """Blocks that were on the device, and that nobody finds there any more. `num_held` leave with who holds them."""
+
+    keys: tuple[BlockKey, ...]
+    num_held: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ there are small sets of what a call may answer, and whoever looks at foreign cod
 """
 
 import enum
+from dataclasses import dataclass
 from typing import Final
 
 
@@ -101,3 +102,13 @@ HANDOFF_REASONS: Final = JOB_FAILURES | {
     *(Reason.MISSING, Reason.DAMAGED, Reason.FOREIGN, Reason.EXPIRED, Reason.UNKNOWN_VERSION, Reason.USED),
     *(Reason.FULL, Reason.REFUSED),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPurge:
+    """What became of pages that somebody wanted gone from one store."""
+
+    tier: str
+    num_removed: int = 0
+    num_left: int = 0  # that were found, and not removed in time
+    unreached: str = ""  # why there may be more of them that nobody removed; empty: there are none

@@ -32,6 +32,13 @@ class Appraisal:
         """Whether a block's priority depends on that block alone."""
         return self._returns is None
 
+    def follow(self, policy: Policy) -> None:
+        """Another policy: what was counted stays, if it looks back and so did the last."""
+        if policy.looks_back != self._policy.looks_back:
+            self._returns = Returns() if policy.looks_back else None
+        self._policy = policy
+        self._outlooks.clear()
+
     def came(self, depth: int, num_blocks: int) -> None:
         """New blocks are there, the first at `depth`."""
         self.num_blocks += num_blocks
@@ -55,6 +62,11 @@ class Appraisal:
             self._returns.evicted(kind_of(past.hits, past.turns), age_s, held=self.num_blocks)
         self.num_blocks -= 1
         self._depths -= depth
+
+    def gone(self, depth: int, num_blocks: int) -> None:
+        """Blocks from `depth` on are not there any more because somebody said so: that tells nothing of their like."""
+        self.num_blocks -= num_blocks
+        self._depths -= num_blocks * depth + num_blocks * (num_blocks - 1) // 2
 
     def facts(self) -> list[object]:
         """All that was counted, for snapshots."""

@@ -14,6 +14,7 @@ Invariants of a PrefixIndex:
   slot that is in the index.
 - A hold (a running request) or a pin (a job that copies) keeps its block and all before it. It is taken and given back
   in O(runs), and never moves a block to another slot.
+- What was cut out (`cut`), or entered apart, is found by nobody and stays until its last holder leaves.
 - Victims leave in the order of `Policy.priority`, asked when a block becomes a free leaf; among equals, who became one
   first leaves first.
 """
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from headwater.core.keys import BlockKey
 from headwater.index.ghosts import Ghosts
+from headwater.policy import Policy
 
 
 class Victim(NamedTuple):
@@ -75,6 +77,10 @@ class PathIndex(ABC):
         Returns the slots that are in the index, one per key: the given one where the block was new, the earlier one
         where it was known; then the given slot is not taken.
         """
+
+    @abstractmethod
+    def extend_apart(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Blocks behind a hold that nobody else finds, now or later: they leave with their last holder."""
 
     @abstractmethod
     def release(self, hold: Hold, *, now_s: float) -> None:
@@ -162,6 +168,25 @@ class PrefixIndex(PathIndex):
     def num_lacking(self, hold: Hold, start: int, bit: int) -> int:
         """All of them: where writing begins, the store has nothing, and keeps nothing without its prefix."""
         return hold.num_blocks - start
+
+    @abstractmethod
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on. One that looks back begins to look now."""
+
+    @abstractmethod
+    def cut(self, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, int]]:
+        """Have nobody find the last of these blocks any more, nor what builds on it. Returns them, with their slots.
+
+        Who holds or pins some of them keeps those. Nothing, where the path is not known.
+        """
+
+    @abstractmethod
+    def sweep(self) -> list[int]:
+        """Forget blocks that nobody finds, holds or pins any more. Returns their slots."""
+
+    @abstractmethod
+    def leaving(self) -> list[int]:
+        """Slots of blocks that nobody finds, and somebody holds. For tests and snapshots; reads everything."""
 
     @abstractmethod
     def evict(self) -> Victim | None:

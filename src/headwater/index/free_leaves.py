@@ -51,6 +51,14 @@ class FreeLeaves:
         run.ticket = 0
         self._num_runs -= 1
 
+    def rank_anew(self) -> None:
+        """What runs are worth has changed."""
+        runs = sorted((run for _, run in self), key=lambda run: run.ticket)
+        for run in runs:
+            self.withdraw(run)
+        for run in runs:
+            self.offer(run)
+
     def first(self) -> Run | None:
         """The run whose last block leaves next; None if there is none."""
         heap = self._heap

@@ -69,6 +69,10 @@ class LentIndex(PathIndex):
         hold.num_blocks = len(path.keys)
         return array("q", slots)
 
+    def extend_apart(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """The same: nobody finds a path of another's."""
+        self.extend(hold, keys, slots, now_s=0.0)
+
     def release(self, hold: Hold, *, now_s: float) -> None:
         """The path is forgotten; its pins keep theirs."""
         hold.at = _Path()
@@ -156,6 +160,9 @@ class LentSlots(DeviceSlots):
 
     def know(self, slots: Iterable[int]) -> None:
         """Their blocks have names; they stay the engine's."""
+
+    def know_apart(self, slots: Iterable[int]) -> None:
+        """The same."""
 
     def give_back(self, slots: Sequence[int]) -> None:
         """They were never taken."""

@@ -10,7 +10,7 @@ need no list of who points where.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from headwater.core.errors import Contradiction
@@ -20,7 +20,9 @@ from headwater.index.appraisal import Appraisal
 from headwater.index.base import Hold, PrefixIndex, Victim
 from headwater.index.free_leaves import FreeLeaves
 from headwater.index.ghosts import Ghosts, Past
-from headwater.index.runs import Run
+from headwater.index.leaving import LeavingRuns
+from headwater.index.radix_facts import blocks_of, runs_and_leaves, validate_runs
+from headwater.index.runs import Run, below, parts_of
 from headwater.policy import Policy
 
 _K: Final = KEY_BYTES
@@ -44,6 +46,7 @@ class RadixIndex(PrefixIndex):
         self._num_blocks = 0
         self._num_guarded = 0
         self._leaves = FreeLeaves(self._worth)
+        self._leaving = LeavingRuns()
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -86,6 +89,8 @@ class RadixIndex(PrefixIndex):
     def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
         """Move a hold over those of the next keys that are known by now."""
         before, old = hold.num_blocks, self._end_of(hold)
+        if old.cut:
+            return 0
         run, inside = self._walk(old, b"".join(keys))
         if run is old:
             return 0
@@ -103,6 +108,8 @@ class RadixIndex(PrefixIndex):
     ) -> "array[int]":
         """Get or create the blocks behind a hold, and move it to the last of them."""
         start = hold.num_blocks
+        if cast(Run, hold.at).cut:
+            raise Contradiction("blocks for everybody behind some that nobody finds")
         self.advance(hold, keys, now_s=now_s)
         num_known = hold.num_blocks - start
         taken = self.slots(hold, start) if num_known else array("i")
@@ -157,6 +164,61 @@ class RadixIndex(PrefixIndex):
         self._num_blocks += num
         self._num_guarded += num
 
+    def extend_apart(self, hold: Hold, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Blocks behind a hold that nobody else finds."""
+        if not keys:
+            return
+        run = self._end_of(hold)
+        if not (run.cut and run.maker is hold and run.refs == 1 and not run.past.hits):
+            child = Run(run, run.end, Past(0, 0.0, 0), None)
+            child.maker = hold
+            self._leaving.add(child)
+            self._move(hold, child)
+            run = child
+        run.keys += b"".join(keys)
+        run.slots.extend(slots)
+        run.marks += bytes(len(keys))
+        hold.num_blocks = run.end
+
+    def cut(self, keys: Sequence[BlockKey]) -> list[tuple[BlockKey, int]]:
+        """Have nobody find the last of these blocks any more, nor what builds on it."""
+        run, inside = self._walk(self._root, b"".join(keys))
+        if not keys or run.start + inside < len(keys):
+            return []
+        if run.start < len(keys) - 1:
+            run.split(len(keys) - 1 - run.start)
+        parent = run.parent
+        if parent is None or parent.children is None:
+            raise Contradiction("a run that nothing leads to")
+        del parent.children[bytes(run.keys[:_K])]
+        if not parent.children:
+            parent.children = None
+        gone: list[tuple[BlockKey, int]] = []
+        for one in list(below(run)):
+            gone += one.blocks()
+            if one.ticket:
+                self._leaves.withdraw(one)
+            self._num_blocks -= len(one.slots)
+            self._num_guarded -= len(one.slots) if one.guards else 0
+            self._worth.gone(one.start, len(one.slots))
+            one.children = None
+            self._leaving.add(one)
+        self._leaves.offer(parent)
+        return gone
+
+    def rank_by(self, policy: Policy) -> None:
+        """Have blocks leave in another order from now on."""
+        self._worth.follow(policy)
+        self._leaves.rank_anew()
+
+    def sweep(self) -> list[int]:
+        """Forget blocks that nobody finds, holds or pins any more."""
+        return self._leaving.sweep()
+
+    def leaving(self) -> list[int]:
+        """Slots of blocks that nobody finds, and somebody holds."""
+        return [slot for run in self._leaving for slot in run.slots]
+
     def release(self, hold: Hold, *, now_s: float) -> None:
         """Give a hold back. Its blocks count as used until now."""
         run = self._end_of(hold)
@@ -184,7 +246,7 @@ class RadixIndex(PrefixIndex):
         run = cast(Run, pin.at)
         while run.start >= pin.num_blocks and run.parent is not None:
             run = run.parent
-        if run.end < pin.num_blocks:
+        if run.cut or run.end < pin.num_blocks:
             return None
         self._guard(run, pins=1)
         return Hold(run, pin.num_blocks)
@@ -227,7 +289,7 @@ class RadixIndex(PrefixIndex):
     def slots(self, hold: Hold, start: int = 0) -> "array[int]":
         """Slots of the held blocks from `start` on."""
         found: array[int] = array("i")
-        for run, first, last in self._parts(hold, start, hold.num_blocks):
+        for run, first, last in parts_of(cast(Run, hold.at), start, hold.num_blocks):
             found += run.slots[first:last] if last - first < len(run.slots) else run.slots
         return found
 
@@ -235,7 +297,7 @@ class RadixIndex(PrefixIndex):
         """Keys of the held blocks from `start` on."""
         return [
             BlockKey(bytes(run.keys[i * _K : (i + 1) * _K]))
-            for run, first, last in self._parts(hold, start, hold.num_blocks)
+            for run, first, last in parts_of(cast(Run, hold.at), start, hold.num_blocks)
             for i in range(first, last)
         ]
 
@@ -248,12 +310,12 @@ class RadixIndex(PrefixIndex):
 
     def mark(self, hold: Hold, start: int, end: int, *, bit: int, on: bool) -> None:
         """Remember, or forget, that blocks [start, end) are in the store of this bit."""
-        for run, first, last in self._parts(hold, start, end):
+        for run, first, last in parts_of(cast(Run, hold.at), start, end):
             run.mark(first, last, bit=bit, on=on)
 
     def unmark(self, bit: int) -> None:
         """Forget of every block that it is in the store of this bit."""
-        for run in self._runs():
+        for run in (*below(self._root), *self._leaving):
             run.mark(0, len(run.slots), bit=bit, on=False)
 
     def num_marked(self, hold: Hold, bit: int) -> int:
@@ -270,55 +332,18 @@ class RadixIndex(PrefixIndex):
 
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot)."""
-        found: list[tuple[BlockKey, BlockKey | None, int]] = []
-        for run in self._runs():
-            parent = run.parent
-            before = BlockKey(bytes(parent.keys[-_K:])) if parent is not None and parent.keys else None
-            for i, slot in enumerate(run.slots):
-                key = BlockKey(bytes(run.keys[i * _K : (i + 1) * _K]))
-                found.append((key, before, slot))
-                before = key
-        return found
+        return list(blocks_of(below(self._root)))
 
     def facts(self) -> list[object]:
         """All that the index knows."""
-        runs: list[list[object]] = [
-            [
-                *(run.keys.hex(), run.slots.tolist(), run.marks.hex(), run.start, list(run.past), run.previous_s),
-                *(run.refs, run.pins, run.guards, run.ticket),
-            ]
-            for run in self._runs()
-        ]
-        leaves = sorted([priority, run.ticket] for priority, run in self._leaves)
-        return [runs, leaves, self.ghosts.facts(), self._worth.facts()]
+        leaving = self._leaving.facts()
+        runs = runs_and_leaves(below(self._root), self._leaves)
+        return [*runs, self.ghosts.facts(), self._worth.facts(), *([leaving] if leaving else [])]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
-        num_blocks = num_guarded = num_leaves = 0
-        valid = {id(run): priority for priority, run in self._leaves}
-        for run in self._runs():
-            children = list((run.children or {}).items())
-            assert run.children is None or children, "an empty dict of children"
-            assert len(run.keys) == _K * len(run.slots) == _K * len(run.marks), "keys, slots and marks differ"
-            assert run.parent is None or run.slots, "an empty run"
-            for key, child in children:
-                assert child.keys[:_K] == key, "a run under another's key"
-                assert child.parent is run, "a run whose parent is another"
-                assert child.start == run.end, "a run at the wrong depth"
-            guards = run.refs + run.pins + sum(child.guards > 0 for _, child in children)
-            assert min(run.refs, run.pins) >= 0, "given back more often than taken"
-            assert run.guards == guards, "guards do not add up"
-            free_leaf = run.parent is not None and not guards and not children
-            assert free_leaf == (run.ticket != 0) == (id(run) in valid), "a free leaf that is not in the order"
-            timeless = free_leaf and self._worth.timeless
-            assert not timeless or valid[id(run)] == self._leaves.priority(run), "a priority that is not the policy's"
-            assert run.maker is None or run.maker.at is run, "a run that is filled by nobody"
-            num_blocks += len(run.slots)
-            num_guarded += len(run.slots) if guards else 0
-            num_leaves += free_leaf
-        assert (num_blocks, num_guarded) == (self._num_blocks, self._num_guarded), "blocks do not add up"
-        assert num_leaves == len(self._leaves), "leaves do not add up"
-        assert self._worth.num_blocks == num_blocks, "blocks that were not appraised"
+        found = validate_runs(below(self._root), self._leaving, self._leaves, self._worth)
+        assert found == (self._num_blocks, self._num_guarded), "blocks do not add up"
         assert len(self.ghosts) <= self.ghosts.limit, "too many ghosts"
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -329,25 +354,6 @@ class RadixIndex(PrefixIndex):
         if run.end != hold.num_blocks:
             raise Contradiction("a hold inside a run")
         return run
-
-    def _runs(self) -> Iterator[Run]:
-        stack = [self._root]
-        while stack:
-            run = stack.pop()
-            yield run
-            stack.extend((run.children or {}).values())
-
-    def _parts(self, hold: Hold, start: int, end: int) -> list[tuple[Run, int, int]]:
-        """Runs of a hold's path that lie in [start, end), in order, each with the range inside it."""
-        found = []
-        run: Run | None = cast(Run, hold.at)
-        while run is not None and run.end > start:
-            first, last = max(start - run.start, 0), min(end - run.start, len(run.slots))
-            if first < last:
-                found.append((run, first, last))
-            run = run.parent
-        found.reverse()
-        return found
 
     def _move(self, hold: Hold, run: Run) -> None:
         old = cast(Run, hold.at)
@@ -383,9 +389,12 @@ class RadixIndex(PrefixIndex):
             now = at.guards > 0
             if was == now:
                 return
-            self._num_guarded += len(at.slots) if now else -len(at.slots)
-            if now and at.ticket:
-                self._leaves.withdraw(at)
-            elif not now:
-                self._leaves.offer(at)
+            if at.cut:
+                self._leaving.loosen(at)
+            else:
+                self._num_guarded += len(at.slots) if now else -len(at.slots)
+                if now and at.ticket:
+                    self._leaves.withdraw(at)
+                elif not now:
+                    self._leaves.offer(at)
             at = at.parent

@@ -4,10 +4,12 @@ Knows keys, slots and marks; nothing of holds' owners, priorities or who else is
 """
 
 from array import array
+from collections.abc import Iterator
 from functools import cache
 from typing import Final
 
 from headwater.core.errors import Contradiction
+from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.base import Hold
 from headwater.index.ghosts import Past
@@ -19,7 +21,7 @@ class Run:
     """Blocks in a row with one history. `start` is the depth of the first."""
 
     __slots__ = (
-        "children", "guards", "keys", "level", "maker", "marks", "parent", "past", "pins", "previous_s", "refs",
+        "children", "cut", "guards", "keys", "level", "maker", "marks", "parent", "past", "pins", "previous_s", "refs",
         "slots", "start", "ticket",
     )  # fmt: skip
 
@@ -38,11 +40,16 @@ class Run:
         self.maker: Hold | None = None  # the hold that fills it, until somebody else uses it
         self.level = False  # as a free leaf: whether all its blocks are worth the same
         self.ticket = 0  # of its valid entry among the free leaves; 0: it is none of them
+        self.cut = False  # nobody finds it any more (`leaving.py`)
 
     @property
     def end(self) -> int:
         """The depth behind its last block."""
         return self.start + len(self.slots)
+
+    def blocks(self) -> list[tuple[BlockKey, int]]:
+        """Its blocks, in order, and their slots."""
+        return [(BlockKey(bytes(self.keys[i * _K : (i + 1) * _K])), slot) for i, slot in enumerate(self.slots)]
 
     def split(self, inside: int) -> "Run":
         """Cut it behind its first `inside` blocks. Returns the new upper part; the lower keeps its identity."""
@@ -73,6 +80,28 @@ class Run:
     def mark(self, first: int, last: int, *, bit: int, on: bool) -> None:
         """Set or clear a bit of the marks of blocks [first, last)."""
         self.marks[first:last] = self.marks[first:last].translate(_marking(bit, on))
+
+
+def below(run: Run) -> Iterator[Run]:
+    """A run and all that builds on it, parents first."""
+    stack = [run]
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend((one.children or {}).values())
+
+
+def parts_of(run: Run, start: int, end: int) -> list[tuple[Run, int, int]]:
+    """Runs of the path to a run that lie in [start, end), in order, each with the range inside it."""
+    found = []
+    at: Run | None = run
+    while at is not None and at.end > start:
+        first, last = max(start - at.start, 0), min(end - at.start, len(at.slots))
+        if first < last:
+            found.append((at, first, last))
+        at = at.parent
+    found.reverse()
+    return found
 
 
 @cache

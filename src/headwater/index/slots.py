@@ -8,6 +8,8 @@ A slot is in exactly one state, and only the moves drawn here exist:
     OWN -> QUARANTINED   given back while a job may still write there (rule 2); -> FREE when the job has ended
     FREE -> QUARANTINED  withheld: somebody whom nobody here knows may still use it; -> FREE when they are gone
     KNOWN -> FREE        its block was evicted
+    KNOWN -> LEAVING     its block is to be found by nobody any more, and may be held; -> FREE with its last holder
+    OWN -> LEAVING       its block is finished, and was never to be found by anybody
 
 A slot that lost stays OWN until its request ends: nothing is pulled from under a running request.
 """
@@ -28,6 +30,7 @@ class SlotState(enum.IntEnum):
     OWN = 1
     KNOWN = 2
     QUARANTINED = 3
+    LEAVING = 4
 
 
 class DeviceSlots:
@@ -80,6 +83,19 @@ class DeviceSlots:
         """Blocks in these slots entered the index."""
         self._move(slots, SlotState.OWN, SlotState.KNOWN)
 
+    def know_apart(self, slots: Iterable[int]) -> None:
+        """Blocks in these slots are finished, and nobody but their request finds them."""
+        self._move(slots, SlotState.OWN, SlotState.LEAVING)
+
+    def cut(self, slots: Iterable[int]) -> None:
+        """Blocks in these slots are found by nobody any more."""
+        self._move(slots, SlotState.KNOWN, SlotState.LEAVING)
+
+    def vacate(self, slots: Sequence[int]) -> None:
+        """Nobody holds the blocks in these slots any more, and nobody finds them."""
+        self._move(slots, SlotState.LEAVING, SlotState.FREE)
+        self._free.extend(reversed(slots))
+
     def give_back(self, slots: Sequence[int]) -> None:
         """A request's own slots are free again."""
         self._move(slots, SlotState.OWN, SlotState.FREE)
@@ -120,10 +136,13 @@ class DeviceSlots:
     def validate(self) -> None:
         """Raise AssertionError if slots and index disagree. Reads everything."""
         known = [] if self._index is None else [slot for _, _, slot in self._index.blocks()]
-        assert len(set(known)) == len(known), "two blocks in one slot"
+        leaving = [] if self._index is None else self._index.leaving()
+        assert len({*known, *leaving}) == len(known) + len(leaving), "two blocks in one slot"
+        assert all(self._states[slot] == SlotState.LEAVING for slot in leaving), "a block that left, in another's slot"
         assert all(self._states[slot] == SlotState.KNOWN for slot in known), "a known block in a slot that is not"
         counts = self.counts()
         assert counts[SlotState.KNOWN] == len(known), "a slot that nobody knows"
+        assert counts[SlotState.LEAVING] == len(leaving), "a slot that nobody will free"
         assert len(set(self._free)) == len(self._free) == counts[SlotState.FREE], "the free list is wrong"
         assert all(self._states[slot] == SlotState.FREE for slot in self._free), "a free slot that is not"
 

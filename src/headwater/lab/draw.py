@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headwater.lab.verify.pd_cases import PdCase
     from headwater.lab.verify.vllm import VllmReport
     from headwater.pool.local import PoolStatus
+    from headwater.serve.purge import PurgeReport
     from headwater.serve.revive import Revived
 
 Tell = Callable[[str, int, int], None]  # stage, done, total
@@ -169,6 +170,20 @@ def revived(found: "Revived") -> None:
         fine = name in found.revived
         words = f"{name} is used again" if fine else f"{name} is still off"
         output().print(Text(f"{words}; it was off because: {why}"), style="" if fine else "red", soft_wrap=True)
+
+
+def purged(found: "PurgeReport") -> None:
+    """Draw what is gone, and what may not be."""
+    where = ", ".join(f"{tier} {num:,}" for tier, num in found.removed.items())
+    output().print(Text(f"removed, by tier: {where}"), soft_wrap=True)
+    if found.held:
+        output().print(
+            f"{found.held:,} blocks leave the device with the requests that use them; nobody else finds them"
+        )
+    for tier, num in found.left.items():
+        output().print(Text(f"{tier}: {num:,} could not be removed in time: purge again"), style="red", soft_wrap=True)
+    for tier, why in found.unreached.items():
+        output().print(Text(f"{tier}: {why}"), style="yellow", soft_wrap=True)
 
 
 def recording(found: "Replayed") -> None:

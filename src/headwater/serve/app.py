@@ -3,7 +3,7 @@
 `/health` and the dashboard's page are open to everybody; all else wants the API key, where there is one
 (`middleware.py`), or the fleet's signature. A node that listens beyond this machine and has no API key answers its
 routers alone. What happens to a request that generates is in `service.py` and `generate.py`, what routers ask for in
-`pd_endpoints.py`, what an administrator may in `revive.py`, what people look at in `dashboard.py`, why
+`pd_endpoints.py`, what an administrator may in `admin.py` and `revive.py`, what people look at in `dashboard.py`, why
 requests missed in `explain.py`.
 """
 
@@ -17,7 +17,7 @@ from headwater.config.serve import ExplainLevel
 from headwater.core.errors import InvalidInput, needs_extra
 from headwater.disagg.headers import ATTEMPTS, DECODE, ENDPOINTS, HEALTH, METRICS, MODELS, PREFILL, REQUESTS
 from headwater.disagg.node_auth import Authenticator, node_called
-from headwater.serve import errors
+from headwater.serve import admin, errors
 from headwater.serve.board import node_snapshot
 from headwater.serve.dashboard import PATHS, Dashboard, require_own
 from headwater.serve.errors import ApiError
@@ -50,7 +50,11 @@ def create_app(service: Service) -> Starlette:
     async def health(http: Request) -> Response:
         if service.stopping or not running.engine.alive:
             raise ApiError(503, "the engine does not run", kind="server_error", code="not_running")
-        found = {"status": "ok", "requests": running.engine.num_requests, "free": service.num_free}
+        found = {
+            "status": "draining" if service.draining else "ok",
+            "requests": running.engine.num_requests,
+            "free": service.num_free,
+        }
         return JSONResponse(found if running.cache.failed is None else {**found, "cache": "only misses"})
 
     async def revival(http: Request) -> Response:
@@ -131,6 +135,7 @@ def create_app(service: Service) -> Starlette:
         Route(REVIVE, revival, methods=["POST"]),
         Route(REQUESTS, requests),
         Route(REQUESTS + "/{name:path}", request),
+        *admin.Admin(service).routes,
         Route(MODELS, models),
         Route(MODELS + "/{name:path}", model),
         Route(PREFILL, Prefill(service), methods=["POST"]),
@@ -146,7 +151,7 @@ def create_app(service: Service) -> Starlette:
         routes,
         limits=service.limits,
         metrics=running.metrics,
-        paths=(*_PATHS, *PATHS),
+        paths=(*_PATHS, *PATHS, *admin.PATHS),
         api_key=config.api_key,
         fleet=fleet,
     )

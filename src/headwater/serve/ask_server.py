@@ -1,4 +1,4 @@
-"""Who asks a server that runs, from a command: `headwater top` and `headwater revive`. The standard library's HTTP."""
+"""Who asks a server that runs, from a command: `headwater top`, `revive` and `admin`. The standard library's HTTP."""
 
 import json
 import urllib.error
@@ -9,6 +9,11 @@ from headwater.config.checks import require_url
 from headwater.core.errors import HeadwaterError
 
 PATH: Final = "/admin/state"
+DRAIN: Final = "/admin/drain"
+PINS: Final = "/admin/pins"
+UNPIN: Final = "/admin/unpin"
+WARM: Final = "/admin/warm"
+LIMITS: Final = "/admin/limits"
 _MOST_BYTES: Final = 8 << 20  # of an answer
 
 

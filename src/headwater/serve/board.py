@@ -20,7 +20,7 @@ def node_snapshot(service: Service) -> Snapshot:
         name=service.node,
         model=running.name,
         role=str(service.config.role),
-        ready=engine.alive and not service.stopping,
+        ready=engine.alive and not (service.stopping or service.draining),
         now_s=time.time(),
         numbers=metrics.numbers(),
         tiers=_tiers(service),

@@ -177,6 +177,11 @@ def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
 
 
+def draining() -> ApiError:
+    """503: an administrator said so; what is under way goes on."""
+    return _try_later(503, "this server is being drained: ask another one, or try again later", "draining")
+
+
 def no_room() -> ApiError:
     """503: at once, and nothing was begun."""
     return _try_later(503, "there is no room for this request now: ask another node, or try again later", "no_room")

@@ -97,7 +97,9 @@ class Service:
         self.tiers: Final = ("device", *running.cache.brain.tiers)
         self.token_names: Final = TokenNames(running.tokenizer)
         self.unread: Final = Unread()
-        self.stopping = False  # nothing new is taken
+        self.stopping = False  # nothing new is taken, and the end has come
+        self.draining = False  # nothing new is taken, until somebody says otherwise
+        self.max_waiting = config.max_waiting  # choices that may wait; never more than at the start
         self._attempts: dict[str, Answer | None] = {}  # under way
         self._num_inside = 0  # places that are taken: choices
         self._numbers: Final = count()  # of what the engine is given
@@ -181,6 +183,8 @@ class Service:
     def _require_places(self, number: int) -> None:
         if self.stopping:
             raise errors.closing()
+        if self.draining:
+            raise errors.draining()
         if number > self.num_free:
             raise errors.queue_full()
 
@@ -188,7 +192,8 @@ class Service:
     def num_free(self) -> int:
         """Choices that would be taken now."""
         engine = self.running.engine  # which may have some that nobody waits for any more
-        return max(0, engine.max_requests - max(self._num_inside, engine.num_requests))
+        most = min(engine.max_requests, self.config.max_running + self.max_waiting)
+        return max(0, most - max(self._num_inside, engine.num_requests))
 
     @contextmanager
     def answering(self, arrival: Arrival, answer: Answer) -> Iterator[None]:

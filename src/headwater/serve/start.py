@@ -80,6 +80,7 @@ def heartbeats(service: Service) -> HeartbeatSender | None:
 
     def beat(lease_s: float) -> Heartbeat:
         running_now, waiting, free = engine.load
+        free = min(free, service.num_free)
         if config.role is Role.DECODE:  # it lets nobody wait: who finds no slots is sent away
             free = min(free, max(0, config.max_running - running_now))
         prefill, decode, pool = engine.rates
@@ -95,7 +96,7 @@ def heartbeats(service: Service) -> HeartbeatSender | None:
             epoch=epoch,
             max_model_len=engine.max_tokens,
             max_answers=config.max_running if config.role is Role.DECODE else engine.max_requests,
-            draining=service.stopping or not engine.alive,
+            draining=service.stopping or service.draining or not engine.alive,
             clock_s=time.time(),
             load=NodeLoad(running=running_now, waiting=waiting, free_slots=free),
             rates=Rates(prefill_tokens_per_s=prefill, decode_tokens_per_s=decode, pool_tokens_per_s=pool),

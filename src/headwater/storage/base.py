@@ -246,6 +246,12 @@ class PagePath(NamedTuple):
 class Listing(Protocol):
     """A store that keeps a list of its pages."""
 
+    def names(
+        self, *, deadline: Deadline, identity: bytes | None = None, tenant: bytes | None = None
+    ) -> list[PageName]:
+        """Its pages, all or those of an identity, a tenant, or both. Raises StoreError."""
+        ...
+
     def paths(self, identity: bytes, num_tokens: int, *, after: int, limit: int, deadline: Deadline) -> list[PagePath]:
         """Pages of an identity's full blocks, by slot, from behind the slot `after` on. Raises StoreError."""
         ...

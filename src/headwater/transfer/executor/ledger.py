@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Load, Save
+from headwater.core.events import Copied, Event, Job, JobDone, JobFailed, Load, Save, StoreCopy
 from headwater.core.results import Reason, Status
 from headwater.metrics import Metrics
 from headwater.storage.base import Clock, Deadline
@@ -91,6 +91,7 @@ class Ledger:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # a job ended, a page came back, an event was delivered
         self.live: dict[int, JobState] = {}
+        self.at_work: set[JobState] = set()  # threads are in them, whether they have ended or not
         self.stuck: set[JobState] = set()  # their threads are in calls that do not return, and keep their pages
         self._clock = clock
         self._metrics = metrics
@@ -183,6 +184,23 @@ class Ledger:
 
         with self.changed:
             self.changed.wait_for(lambda: not is_read(), most_s)
+
+    def await_writes(self, deadline: Deadline) -> set[str]:
+        """Wait until what is now being written is over, also where a thread was given up. Blocks, until the deadline.
+
+        Returns the stores that somebody may still be writing to.
+        """
+        with self.changed:
+            writes = {job for job in (*self.live.values(), *self.at_work) if isinstance(job.order, Save | StoreCopy)}
+            left: set[JobState] = set()
+
+            def are_over() -> bool:
+                nonlocal left
+                left = {job for job in writes if job in self.at_work or not job.ended}
+                return not left
+
+            self.changed.wait_for(are_over, deadline.remaining_s)
+            return {job.order.target if isinstance(job.order, StoreCopy) else job.order.store for job in left}
 
     @contextlib.contextmanager
     def copying(self, job: JobState) -> Iterator[bool]:

@@ -90,6 +90,7 @@ class StoreQueue:
                 self._count(job, -1)
                 self._num_unhurried += rank > 0
                 job.phase = JobPhase.RUNNING
+                self._ledger.at_work.add(job)
                 return job
         return None
 
@@ -110,6 +111,8 @@ class StoreQueue:
     def leave(self, job: JobState) -> None:
         """The thread that was at a job is back from it."""
         job.phase = JobPhase.OVER
+        self._ledger.at_work.discard(job)
+        self._ledger.changed.notify_all()
         if job.stuck:
             self.num_able += 1
             self.num_stuck -= 1

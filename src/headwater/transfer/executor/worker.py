@@ -23,7 +23,7 @@ Invariants:
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Final
 
@@ -35,10 +35,12 @@ from headwater.core.events import (
     Instruction,
     Job,
     Probe,
+    PurgeBegan,
     Save,
     StoreCopy,
 )
-from headwater.core.results import Reason, Status
+from headwater.core.keys import BlockKey
+from headwater.core.results import Reason, Status, TierPurge
 from headwater.layout.shard import WHOLE, Shard
 from headwater.layout.spec import KVLayout
 from headwater.metrics import Metrics
@@ -46,6 +48,7 @@ from headwater.storage.base import SYSTEM_CLOCK, Clock, Deadline, Store
 from headwater.transfer.executor.jobs import JobRunner, checked, require_new
 from headwater.transfer.executor.ledger import Delivers, JobState, Ledger
 from headwater.transfer.executor.pages import PagePool
+from headwater.transfer.executor.purger import StorePurger
 from headwater.transfer.executor.save_throttle import SaveThrottle
 from headwater.transfer.executor.staging import Staging
 from headwater.transfer.executor.store_queue import PROMOTIONS, StoreQueue, queue_of
@@ -147,6 +150,7 @@ class Worker(Delivers):
             for name in queues
         }
         self._waiting: dict[int, dict[int, JobState]] = {}  # jobs that are queued when another has ended, by its number
+        self._purger = StorePurger(tiers, self._ledger, naming, clock=clock)
         self._off = StoresOff(self._ledger, clock=clock)
         self._numbers = count()
         self._closed = False
@@ -286,6 +290,12 @@ class Worker(Delivers):
             self._off.put_right(store)
             self._watchdog.wake()
         return True
+
+    def purge(
+        self, order: PurgeBegan, stores: Sequence[str], known: Sequence[BlockKey], timeout_s: float
+    ) -> list[TierPurge]:
+        """Remove blocks from stores, behind what is now being written: see `purger.py`. Blocks. Raises nothing."""
+        return self._purger.purge(order, stores, known, timeout_s)
 
     # --- taking jobs in -----------------------------------------------------------------------------------------------
 
