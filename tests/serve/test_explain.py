@@ -92,7 +92,7 @@ def test_a_text_that_goes_another_way_is_shown_to_the_token(here: Served) -> Non
     decode = here.running.tokenizer.decode
     assert row["facts"] == {
         "token": 37,
-        "nearest": near,
+        "nearest": f"{near}/0",
         "before": decode(second[21:37]),
         "after": decode(second[37:53]),
     }
@@ -111,7 +111,7 @@ def test_what_had_to_leave_the_device(here: Served) -> None:
     assert (row["why"], row["tier"], row["blocks"]) == ("evicted", "device", [0, 4])
     assert row["facts"]["policy"] == "value"
     assert row["facts"]["was_stored_in"] == ""
-    assert row["facts"]["for"] == other["usage"]["headwater"]["request"]
+    assert row["facts"]["for"] == f"{other['usage']['headwater']['request']}/1"
     assert 0 < row["facts"]["evicted_ago_s"] < WAIT_S
 
 
@@ -188,10 +188,10 @@ def test_every_choice_of_an_answer_and_every_answer_of_an_id(here: Served) -> No
     assert all(name.startswith("a/b?c%d/") for name in names)
     assert [one["id"] for one in explain(here, names[0]).json()["requests"]] == [f"{names[0]}/1", f"{names[0]}/0"]
     assert len(explain(here, "a/b?c%d").json()["requests"]) == 4
-    assert explain(here, f"{names[1]}/1").json()["requests"][0]["hit_blocks"] == 4
+    assert explain(here, f"{names[1]}/3").json()["requests"][0]["hit_blocks"] == 4
     listed = here.get("/admin/requests?limit=3").json()
     assert listed["known"] == 4
-    assert [one["id"] for one in listed["requests"]] == [f"{names[1]}/1", f"{names[1]}/0", f"{names[0]}/1"]
+    assert [one["id"] for one in listed["requests"]] == [f"{names[1]}/3", f"{names[1]}/2", f"{names[0]}/1"]
     assert listed["requests"][0]["misses"] == {}
 
 
