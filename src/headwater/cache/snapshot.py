@@ -39,6 +39,7 @@ def digest(brain: "Brain") -> str:
             ),
             *([request.meeting.facts()] if request.meeting is not None else []),
             *(["may meet"] if request.may_meet else []),
+            *([hint.session.hex(), hint.keep_s, hint.last] if (hint := request.hold.hint).session else []),
             *([request.met, request.met_wait_s] if request.met or request.met_wait_s else []),
         ]
         for request in brain.requests.values()
