@@ -119,6 +119,7 @@ def open_engine(
             block_tokens=layout.block_tokens,
             block_bytes=layout.page_bytes,
             tiers=tuple(map(config.tier, stores)),
+            policy=config.policy,
         )
         recorder: Recorder | None = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
         tracing: Tracing = NO_TRACING
