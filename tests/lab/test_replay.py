@@ -430,7 +430,7 @@ def test_made_up_traces_are_traces(kind: str, tmp_path: Path) -> None:
     assert records == list(trace.records())
     assert records != list(Synthetic(kind, 300, seed=4).records())
     place = tmp_path / "trace.jsonl"
-    fields = ("timestamp", "input_length", "output_length", "hash_ids")
+    fields = ("timestamp", "input_length", "output_length", "hash_ids", "session_id")
     place.write_text("".join(json.dumps(dict(zip(fields, record, strict=True))) + "\n" for record in records))
     assert list(TraceFile(place)) == list(trace)
     found = survey(trace)

@@ -91,7 +91,7 @@ def configs(draw: st.DrawFn) -> CacheConfig:
         block_tokens=4,
         block_bytes=BLOCK_BYTES,
         tiers=tuple(replace(draw(tiers), name=name) for name in ("host", "disk", "pool")[:num_tiers]),
-        policy=draw(st.sampled_from(("lru", "lru-2", "value"))),
+        policy=draw(st.sampled_from(("lru", "lru-2", "value", "session"))),
         prefetch=draw(st.sampled_from((True, True, True, False))),
         pin_share=draw(st.sampled_from((0.5, 0.1, 0.9))),
         ghosts=draw(st.sampled_from((None, 0, 2))),

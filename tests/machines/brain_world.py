@@ -127,7 +127,8 @@ class World:
         """The event of a request that asks."""
         root, tenant = ROOTS[guest.tenant], TENANTS[guest.tenant]
         keys = tuple(guest.keys[: guest.num_prompt])
-        return ev.Arrived(now_s=self.now_s, request=guest.name, keys=keys, root=root, tenant=tenant)
+        session = ev.session_of(f"session {len(guest.name) % 3}" if keys else "", tenant)
+        return ev.Arrived(now_s=self.now_s, request=guest.name, keys=keys, root=root, tenant=tenant, session=session)
 
     def register(self, keys: Sequence[BlockKey], tenant: int, start: int = 0, before: BlockKey | None = None) -> None:
         """Remember where names come from."""

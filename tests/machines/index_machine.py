@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from headwater.core.keys import BlockKey
-from headwater.index.base import Hold, Victim
+from headwater.index.base import Hint, Hold, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots, SlotState
 from headwater.policy import BlockFacts, Policy, policy_by_name
 from machines.naive_index import NaiveIndex
 
+SESSIONS: Final = (b"", b"a" * 16, b"a" * 16, b"b" * 16)
 NUM_BITS: Final = 2  # stores whose marks are tried
 NOBODY: Final = BlockKey(hashlib.sha256(b"headwater test root").digest())
 
@@ -70,7 +71,7 @@ class Ranked(Policy):
 
 
 POLICIES: Final[dict[str, Policy]] = {
-    **{name: policy_by_name(name) for name in ("lru", "lru-2", "value")},
+    **{name: policy_by_name(name) for name in ("lru", "lru-2", "value", "session")},
     "fewest_hits": Ranked(lambda facts: facts.hits),
     "deepest": Ranked(lambda facts: -facts.depth),
     "shallowest": Ranked(lambda facts: facts.depth),
@@ -130,7 +131,9 @@ class IndexMachine(RuleBasedStateMachine):
         """A request comes and holds what is known."""
         keys = path_keys(tokens)
         assert self.radix.find(keys) == self.naive.find(keys)
-        grip = Grip(self.radix.hold(keys, now_s=self.now_s), self.naive.hold(keys, now_s=self.now_s), keys)
+        hint = Hint(dice.choice(SESSIONS), dice.choice((0.0, 0.0, 5.0)), dice.random() < 0.2)  # it changes no answer
+        radix = self.radix.hold(keys, now_s=self.now_s, hint=hint)
+        grip = Grip(radix, self.naive.hold(keys, now_s=self.now_s, hint=hint), keys)
         assert grip.radix.num_blocks == grip.naive.num_blocks
         grip.keys = keys[: grip.naive.num_blocks]
         self.holds.append(grip)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from headwater.core.keys import BlockKey
-from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.base import NO_HINT, Hint, Hold, PrefixIndex, Victim
 from headwater.index.ghosts import Ghosts, Past
 from headwater.policy import BlockFacts, Policy
 
@@ -57,9 +57,9 @@ class NaiveIndex(PrefixIndex):
         """How many leading blocks of a sequence are known."""
         return next((i for i, key in enumerate(keys) if key not in self._blocks), len(keys))
 
-    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float, hint: Hint = NO_HINT) -> Hold:
         """Hold the longest known prefix."""
-        hold = Hold(None, 0)
+        hold = Hold(None, 0, hint)
         self.advance(hold, keys, now_s=now_s)
         return hold
 

@@ -130,7 +130,7 @@ def test_lru_is_the_time_of_the_last_use() -> None:
     facts = BlockFacts(used_s=12.5, hits=3, depth=4, num_bytes=5)
     assert Lru().priority(facts) == 12.5
     assert isinstance(policy_by_name("lru"), Lru)
-    with pytest.raises(InvalidConfig, match="no eviction policy 'best'; there are: lru, lru-2, value"):
+    with pytest.raises(InvalidConfig, match="no eviction policy 'best'; there are: lru, lru-2, session, value"):
         policy_by_name("best")
 
 
@@ -169,7 +169,7 @@ WILD = st.builds(
         Outlook, chance=ANY, gap_s=ANY, new_chance=ANY, new_gap_s=ANY, horizon_s=ANY, cost_per_byte_s=ANY
     ),
 )
-POLICIES = st.sampled_from(["lru", "lru-2", "value"]).map(policy_by_name)
+POLICIES = st.sampled_from(["lru", "lru-2", "value", "session"]).map(policy_by_name)
 
 
 @given(policy=POLICIES, facts=FACTS | WILD)

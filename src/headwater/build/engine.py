@@ -123,6 +123,7 @@ def open_engine(
             block_bytes=layout.page_bytes,
             tiers=tuple(map(config.tier, stores)),
             pin_share=config.pin_share,
+            policy=config.policy,
         )
         recorder: Recorder | None = open_recorder(config.record, config.record_bytes, stack, metrics=metrics)
         tracing: Tracing = NO_TRACING

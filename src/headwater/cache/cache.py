@@ -29,6 +29,7 @@ from headwater.core import events as ev
 from headwater.core.errors import HeadwaterError, InvalidInput
 from headwater.core.keys import BlockKey
 from headwater.core.results import Status, TierPurge
+from headwater.index.base import NO_HINT, Hint
 
 log = logging.getLogger("headwater")
 
@@ -76,16 +77,26 @@ class TieredCache(Shell):
         root: BlockKey,
         tenant: bytes = ev.NO_TENANT,
         resumed: bool = False,
+        hint: Hint = NO_HINT,
     ) -> Match:
         """What is there of a prompt, by the keys of its full blocks. What is on the device is held until release.
 
-        `resumed`: the request was preempted and comes back; its own blocks are not counted as hits.
+        `resumed`: the request was preempted and comes back; its own blocks are not counted as hits. `hint`: what the
+        client says of its turn, for the policy `session`.
         Ask again to see what the stores answered since. Raises InvalidInput for keys that are none, and for a request
         that is here already with other keys.
         """
         with self._lock:
             arrived = ev.Arrived(
-                now_s=self._now_s(), request=request, keys=tuple(keys), root=root, tenant=tenant, resumed=resumed
+                now_s=self._now_s(),
+                request=request,
+                keys=tuple(keys),
+                root=root,
+                tenant=tenant,
+                resumed=resumed,
+                session=hint.session,
+                keep_s=hint.keep_s,
+                last=hint.last,
             )
             return self._match(arrived)
 

@@ -65,7 +65,7 @@ class Purges:
                 held = request.hold.num_blocks > request.barred
                 if self._evicting is not None and held and not request.reserved:  # it would be new to them
                     self._index.release(request.hold, now_s=event.now_s)
-                    request.hold = self._index.hold([], now_s=event.now_s)
+                    request.hold = self._index.hold([], now_s=event.now_s, hint=request.hold.hint)
                     request.gave_way = True
         num_gone = self.sweep()
         self._out.append(ev.Purged(keys=tuple(cut), num_held=len(cut) - num_gone))

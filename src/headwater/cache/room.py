@@ -36,6 +36,6 @@ class Room:
                 return
             if not other.reserved and other is not request and other.hold.num_blocks:
                 self._index.release(other.hold, now_s=now_s)
-                other.hold = self._index.hold([], now_s=now_s)
+                other.hold = self._index.hold([], now_s=now_s, hint=other.hold.hint)
                 other.gave_way = True
         self._saver.make_way(num_wanted - self._slots.num_available)

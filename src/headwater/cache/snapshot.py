@@ -43,6 +43,7 @@ def digest(brain: "Brain") -> str:
             *([request.meeting.facts()] if request.meeting is not None else []),
             *(["may meet", request.load_end] if request.may_meet else []),
             *([["barred", request.barred]] if request.barred is not None else []),
+            *([hint.session.hex(), hint.keep_s, hint.last] if (hint := request.hold.hint).session else []),
             *([request.met, request.met_wait_s] if request.met or request.met_wait_s else []),
         ]
         for request in brain.requests.values()

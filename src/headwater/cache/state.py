@@ -44,12 +44,13 @@ from headwater.core.identity import TENANT_BYTES
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.core.results import Reason, Status
-from headwater.index.base import Hold, PathIndex, Victim
+from headwater.index.base import Hint, Hold, PathIndex, Victim
 from headwater.index.radix import RadixIndex
 from headwater.index.slots import DeviceSlots
 from headwater.policy import policy_by_name
 
 _GHOSTS_PER_SLOT: Final = 4
+_WISHED_SHARE: Final = 4  # one in so many slots may be kept because clients wish it
 _LOW_SHARE: Final = 8  # with less than one in so many slots free, blocks that leave next are saved
 
 
@@ -108,6 +109,7 @@ class Brain:
             block_bytes=config.block_bytes,
             num_ghosts=_GHOSTS_PER_SLOT * config.num_slots if config.ghosts is None else config.ghosts,
             cost=self.cost.block_s if config.weigh_cost else None,
+            num_wished=config.num_slots // _WISHED_SHARE,
         )
         return index, DeviceSlots(config.num_slots, index)
 
@@ -159,6 +161,8 @@ class Brain:
         _require_keys([event.root, *keys])
         if len(event.tenant) != TENANT_BYTES:
             raise InvalidInput(f"a tenant is {TENANT_BYTES} bytes (CacheIdentity.tenant), not {len(event.tenant)}")
+        if len(event.session) not in (0, ev.SESSION_BYTES) or not 0 <= event.keep_s < float("inf"):
+            raise InvalidInput(f"no session ({ev.SESSION_BYTES} bytes) and wish: {event.session!r}, {event.keep_s}")
         if event.num_unnamed < 0:
             raise InvalidInput(f"a prompt cannot have {event.num_unnamed} more blocks")
         request = RequestRecord(
@@ -179,7 +183,7 @@ class Brain:
 
     def _first_hold(self, event: ev.Arrived) -> Hold:
         """What is there of a request's blocks when it arrives."""
-        return self.index.hold(event.keys, now_s=event.now_s)
+        return self.index.hold(event.keys, now_s=event.now_s, hint=Hint(event.session, event.keep_s, event.last))
 
     def view(self, name: str) -> Match:
         """What is there of a request's prompt now. Changes nothing."""

@@ -202,7 +202,10 @@ def replay(
     compute_ms: Annotated[float, typer.Option(help="What a block costs to compute, to say what hits save.")] = 0.0,
     compute_slope_ms: Annotated[float, typer.Option(help="And how much more for each block before it.")] = 0.0,
     synthetic: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Instead of TRACE, make one up: chat, agents or documents.")
+        str | None,
+        typer.Option(
+            metavar="KIND", help="Instead of TRACE, make one up: chat, agents, documents, coding or research."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of a made-up trace.")] = 10_000,
     seed: Annotated[int, typer.Option(help="Of a made-up trace.")] = 0,

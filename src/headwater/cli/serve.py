@@ -122,6 +122,9 @@ def serve(
             help="Keep the residency index, and use no pool, not $HEADWATER_POOL either ($HEADWATER_INDEX_ONLY).",
         ),
     ] = False,
+    policy: Annotated[
+        str, typer.Option(help="Who leaves the device first: value, session (for agents), lru or lru-2.")
+    ] = "value",
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Compute every prompt in full, and keep nothing: to compare.")
     ] = False,
@@ -212,6 +215,7 @@ def serve(
         pin_share=pin_share,
         step_tokens=step_tokens,
         request_timeout_s=timeout,
+        policy=policy,
         cache=not no_cache,
         record=record,
         record_bytes=record_bytes,

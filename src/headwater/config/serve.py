@@ -77,6 +77,7 @@ class ServeConfig(CacheTiers):
     pin_share: float = 0.1  # of the device's blocks, that pins may keep
     step_tokens: int = 2048
     request_timeout_s: float = 600.0  # from a request's first byte to the end of its answer
+    policy: str = "value"  # which blocks leave the device first; see `CacheConfig`
     cache: bool = True  # False: nothing is reused from request to request, and there are no tiers
     record: Path | None = None  # a file of all that the cache's brain hears; None: nothing is recorded
     record_bytes: int = RECORD_BYTES  # how large it may get

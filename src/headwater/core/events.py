@@ -12,6 +12,7 @@ happens to it; what comes after that is ignored. One whose copy hangs has not en
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Final, Protocol, TypeAlias
 
@@ -19,6 +20,12 @@ from headwater.core.keys import BlockKey
 from headwater.core.results import Reason, Status
 
 NO_TENANT: Final = bytes(16)
+SESSION_BYTES: Final = 16
+
+
+def session_of(name: str, tenant: bytes = NO_TENANT) -> bytes:
+    """What a session that a client named so is called here; two tenants' are never the same. Empty for no name."""
+    return hashlib.blake2b(name.encode(), key=tenant, digest_size=SESSION_BYTES).digest() if name else b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,9 @@ class Arrived(Event):
     resumed: bool = False  # it was preempted: what it finds is mostly its own, and counts as no hit
     num_local: int = 0  # of an engine that keeps its blocks itself: how many of them it has
     num_unnamed: int = 0  # full blocks of the prompt behind those with keys: no store has what they build on
+    session: bytes = dataclasses.field(default=b"", metadata={"later": True})  # whose turn it is (`session_of`): a hint
+    keep_s: float = dataclasses.field(default=0.0, metadata={"later": True})  # how long the session wishes it to stay
+    last: bool = dataclasses.field(default=False, metadata={"later": True})  # whether it is the session's last turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Final
 REQUEST_ID: Final = "x-request-id"  # of a client's request, the same on all its ways
 ATTEMPT: Final = "x-headwater-attempt"  # which of a router's tries for it this is
 TIMEOUT: Final = "x-headwater-timeout-s"  # that is left for it
+SESSION_ID: Final = "x-session-id"  # whose turn it is, where the body does not say it
 POOL_SECONDS: Final = "x-headwater-pool-s"  # that it waited for the pool
 FIRST_SECONDS: Final = "x-headwater-first-s"  # until its first token
 TRACEPARENT: Final = "traceparent"  # of a trace that the request is part of, as W3C has it

@@ -23,10 +23,11 @@ import numpy as np
 from headwater.cache.cache import TieredCache
 from headwater.cache.explanations import Text
 from headwater.cache.match import Match
-from headwater.core.events import Finished
+from headwater.core.events import Finished, session_of
 from headwater.core.identity import CacheIdentity
 from headwater.core.keys import BlockKey, block_keys
 from headwater.engine.request import Request, RequestPhase, Taking
+from headwater.index.base import Hint
 
 _FORGET: Final = 0.9  # of what earlier steps said, at each new one
 _FEW_TOKENS: Final = 8  # a step of so few costs what every step costs, however few tokens it has
@@ -71,8 +72,15 @@ class Connector:
         if not request.asked_s:
             request.asked_s = now_s
         root, tenant = self._names(request.salt)
-        resumed = request.preemptions > 0
-        return self.cache.match(self._name(request), request.keys, root=root, tenant=tenant, resumed=resumed)
+        said = request.said
+        return self.cache.match(
+            self._name(request),
+            request.keys,
+            root=root,
+            tenant=tenant,
+            resumed=request.preemptions > 0,
+            hint=Hint(session_of(said.session, tenant), said.keep_s, said.last),
+        )
 
     def _names(self, salt: bytes) -> tuple[BlockKey, bytes]:
         """Root and tenant of a salt: digests, made once."""

@@ -7,7 +7,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headwater.core.errors import InvalidInput
 from headwater.core.keys import BlockKey
@@ -108,6 +108,17 @@ class Taking:
     recompute: bool = True  # whether it may be; else the request fails
 
 
+class SaidOfTurn(NamedTuple):
+    """What a client says of a request's turn: hints to the cache, which are in no block's name and change no answer."""
+
+    session: str = ""  # whose turn it is; empty: nobody's, and the rest has no effect
+    keep_s: float = 0.0  # for how long after it the session's blocks are wished for
+    last: bool = False  # whether the session is over then
+
+
+NOTHING_SAID = SaidOfTurn()
+
+
 class RequestPhase(enum.StrEnum):
     """Where a request is in its life."""
 
@@ -179,6 +190,7 @@ class Request:
     sampling: Sampling
     listen: Callable[[Output], None]  # called from the engine's thread; must not block or raise
     salt: bytes = b""
+    said: SaidOfTurn = NOTHING_SAID
     handoff: Sending | Taking | None = None
     after: "Request | None" = None  # one with the same prompt: it starts when that one has computed it, and finds it
     arrived_s: float = 0.0

@@ -16,13 +16,13 @@ Invariants of a PrefixIndex:
   in O(runs), and never moves a block to another slot.
 - What was cut out (`cut`), or entered apart, is found by nobody and stays until its last holder leaves.
 - Victims leave in the order of `Policy.priority`, asked when a block becomes a free leaf; among equals, who became one
-  first leaves first.
+  first leaves first. Where the policy goes by sessions, the one that is due last may leave before them.
 """
 
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headwater.core.keys import BlockKey
 from headwater.index.ghosts import Ghosts
@@ -40,14 +40,26 @@ class Victim(NamedTuple):
     stored: int  # bits of the stores that are believed to hold it
 
 
+class Hint(NamedTuple):
+    """What a client says of a request's turn. It bears on who leaves first, and on nothing else."""
+
+    session: bytes = b""  # whose turn it is (`events.session_of`); empty: nobody says, and the rest has no effect
+    keep_s: float = 0.0  # for how long after it the session's blocks are wished for
+    last: bool = False  # whether it is the session's last turn
+
+
+NO_HINT: Final = Hint()
+
+
 class Hold:
     """A place in the forest that its holder keeps, with all blocks before it. Made and moved by an index alone."""
 
-    __slots__ = ("at", "num_blocks", "turns")
+    __slots__ = ("at", "hint", "num_blocks", "turns")
 
-    def __init__(self, at: object, num_blocks: int) -> None:
+    def __init__(self, at: object, num_blocks: int, hint: Hint = NO_HINT) -> None:
         self.at = at  # the index's own: where the last held block is
         self.num_blocks = num_blocks
+        self.hint = hint
         self.turns = 0  # how often the sequence had grown before its holder came
 
 
@@ -62,8 +74,8 @@ class PathIndex(ABC):
         return None
 
     @abstractmethod
-    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
-        """Hold the longest known prefix. Counts a hit on each of its blocks."""
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float, hint: Hint = NO_HINT) -> Hold:
+        """Hold the longest known prefix. Counts a hit on each of its blocks. With keys it is a turn, as `hint` says."""
 
     @abstractmethod
     def extend(

@@ -18,6 +18,11 @@ class Past(NamedTuple):
     hits: int
     used_s: float
     turns: int
+    left: int = 0  # its session has gone on elsewhere since: in which way, see `Tails`; 0: it has not
+
+    def facts(self) -> list[object]:
+        """All of it, for snapshots; those of before there were sessions are the same."""
+        return [*self[:3], *([self.left] if self.left else [])]
 
 
 class Ghosts:
@@ -41,7 +46,7 @@ class Ghosts:
 
     def facts(self) -> list[object]:
         """All that is remembered, for snapshots."""
-        return [[key.hex(), *past] for key, past in self._pasts.items()]
+        return [[key.hex(), *past.facts()] for key, past in self._pasts.items()]
 
     def add(self, key: BlockKey, past: Past) -> None:
         """A block left."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.keys import BlockKey
-from headwater.index.base import Hold, PathIndex
+from headwater.index.base import NO_HINT, Hint, Hold, PathIndex
 from headwater.index.slots import DeviceSlots, SlotState
 
 UNKNOWN: Final = -1  # the slot of a block that the engine has, until it says where
@@ -43,7 +43,7 @@ class LentIndex(PathIndex):
         self._num_lost = 0  # how often a store was seen to lack what was marked
         self.num_marks_made = 0  # how often something was marked
 
-    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float, hint: Hint = NO_HINT) -> Hold:
         """A path of no blocks: none is known beyond its request. Which the engine has, it says itself (`take_over`)."""
         return Hold(_Path(), 0)
 

@@ -17,13 +17,14 @@ from headwater.core.errors import Contradiction
 from headwater.core.keys import BlockKey
 from headwater.core.page import KEY_BYTES
 from headwater.index.appraisal import Appraisal
-from headwater.index.base import Hold, PrefixIndex, Victim
+from headwater.index.base import NO_HINT, Hint, Hold, PrefixIndex, Victim
 from headwater.index.free_leaves import FreeLeaves
 from headwater.index.ghosts import Ghosts, Past
 from headwater.index.leaving import LeavingRuns
 from headwater.index.radix_facts import blocks_of, runs_and_leaves, validate_runs
 from headwater.index.runs import Run, below, parts_of
-from headwater.policy import Policy
+from headwater.index.tails import Tails
+from headwater.policy import Policy, Sessions
 
 _K: Final = KEY_BYTES
 
@@ -38,15 +39,18 @@ class RadixIndex(PrefixIndex):
         block_bytes: int,
         num_ghosts: int = 0,
         cost: Callable[[int], float] | None = None,
+        num_wished: int = 0,
     ) -> None:
-        """`cost`: seconds to compute the block at a depth, given those before it; None: blocks cost the same."""
+        """`cost`: of the block at a depth, given those before it, in seconds; `num_wished`: blocks, see `Wishes`."""
         self.ghosts = Ghosts(num_ghosts)
-        self._worth = Appraisal(policy, block_bytes=block_bytes, cost=cost)
+        sessions = Sessions.of(num_ghosts) if policy.by_sessions else None
+        self._worth = Appraisal(policy, sessions, block_bytes=block_bytes, cost=cost)
         self._root = Run(None, 0, Past(0, 0.0, 0), None)
         self._num_blocks = 0
         self._num_guarded = 0
         self._leaves = FreeLeaves(self._worth)
         self._leaving = LeavingRuns()
+        self._tails = Tails(self._worth, self._leaves, self.ghosts, num_wished=num_wished)
 
     def __len__(self) -> int:
         """Blocks known."""
@@ -79,11 +83,12 @@ class RadixIndex(PrefixIndex):
             run, at = child, at + num_bytes
         return run, len(run.slots)
 
-    def hold(self, keys: Sequence[BlockKey], *, now_s: float) -> Hold:
+    def hold(self, keys: Sequence[BlockKey], *, now_s: float, hint: Hint = NO_HINT) -> Hold:
         """Hold the longest known prefix. Counts a hit on each of its blocks."""
-        hold = Hold(self._root, 0)
+        hold = Hold(self._root, 0, hint)
         self._guard(self._root, holds=1)
         self.advance(hold, keys, now_s=now_s)
+        self._tails.came(hold, keys, now_s)
         return hold
 
     def advance(self, hold: Hold, keys: Sequence[BlockKey], *, now_s: float, hit: bool = True) -> int:
@@ -96,7 +101,7 @@ class RadixIndex(PrefixIndex):
             return 0
         if inside < len(run.slots):
             run = run.split(inside)
-        self._use(run, old, now_s, hit=hit)
+        self._use(run, old, now_s, hit=hit, session=hold.hint.session)
         self._move(hold, run)
         hold.turns = run.past.turns + 1
         return hold.num_blocks - before
@@ -148,7 +153,7 @@ class RadixIndex(PrefixIndex):
         fits = (run.past.hits, run.past.turns, run.previous_s) == (now.hits, now.turns, previous_s)
         if not (run.maker is hold and fits and run.children is None and run.refs == 1):
             child = Run(run, run.end, now, previous_s)
-            child.maker = hold
+            child.maker, child.session = hold, hold.hint.session
             if run.children is None:
                 run.children = {}
             run.children[joined[:_K]] = child
@@ -208,7 +213,8 @@ class RadixIndex(PrefixIndex):
 
     def rank_by(self, policy: Policy) -> None:
         """Have blocks leave in another order from now on."""
-        self._worth.follow(policy)
+        sessions = self._worth.sessions if self._worth.sessions is not None else Sessions.of(self.ghosts.limit)
+        self._worth.follow(policy, sessions if policy.by_sessions else None)
         self._leaves.rank_anew()
 
     def sweep(self) -> list[int]:
@@ -222,7 +228,8 @@ class RadixIndex(PrefixIndex):
     def release(self, hold: Hold, *, now_s: float) -> None:
         """Give a hold back. Its blocks count as used until now."""
         run = self._end_of(hold)
-        self._use(run, self._root, now_s, hit=False)
+        self._use(run, self._root, now_s, hit=False, session=hold.hint.session)
+        self._tails.ended(hold, now_s)
         if run.maker is hold:
             run.maker = None
         self._guard(run, holds=-1)
@@ -272,9 +279,9 @@ class RadixIndex(PrefixIndex):
         self._worth.left(past, depth)
         self._num_blocks -= 1
         if run.slots:
-            self._leaves.first_is_shorter()
+            self._leaves.is_shorter(run)
             return victim
-        self._leaves.drop_first()
+        self._leaves.withdraw(run)
         parent = run.parent
         if parent is None or parent.children is None:
             raise Contradiction("a run that nothing leads to")
@@ -338,7 +345,8 @@ class RadixIndex(PrefixIndex):
         """All that the index knows."""
         leaving = self._leaving.facts()
         runs = runs_and_leaves(below(self._root), self._leaves)
-        return [*runs, self.ghosts.facts(), self._worth.facts(), *([leaving] if leaving else [])]
+        tails = self._tails.facts()
+        return [*runs, self.ghosts.facts(), self._worth.facts(), *tails, *([leaving] if leaving else [])]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
@@ -363,12 +371,14 @@ class RadixIndex(PrefixIndex):
         self._guard(old, holds=-1)
         hold.at, hold.num_blocks = run, run.end
 
-    def _use(self, run: Run, until: Run, now_s: float, *, hit: bool) -> None:
+    def _use(self, run: Run, until: Run, now_s: float, *, hit: bool, session: bytes) -> None:
         """Blocks of a path were used: those from behind `until` to the end of `run`."""
         at: Run | None = run
         while at is not None and at is not until:
             past = at.past
             at.past = Past(past.hits + hit, now_s, past.turns)
+            if at.session != session:
+                at.session = b""
             if hit:
                 self._worth.used(past, at.past, len(at.slots))
                 at.previous_s = past.used_s

@@ -26,14 +26,7 @@ def blocks_of(tree: Iterable[Run]) -> Iterator[tuple[BlockKey, BlockKey | None, 
 
 def runs_and_leaves(tree: Iterable[Run], leaves: FreeLeaves) -> list[object]:
     """All that the runs and the order of leaves say, as plain JSON values."""
-    runs: list[list[object]] = [
-        [
-            *(run.keys.hex(), run.slots.tolist(), run.marks.hex(), run.start, list(run.past), run.previous_s),
-            *(run.refs, run.pins, run.guards, run.ticket),
-        ]
-        for run in tree
-    ]
-    return [runs, sorted([priority, run.ticket] for priority, run in leaves)]
+    return [[run.facts() for run in tree], sorted([priority, run.ticket] for priority, run in leaves)]
 
 
 def validate_runs(tree: Iterable[Run], leaving: LeavingRuns, leaves: FreeLeaves, worth: Appraisal) -> tuple[int, int]:
@@ -68,6 +61,6 @@ def validate_runs(tree: Iterable[Run], leaving: LeavingRuns, leaves: FreeLeaves,
         num_blocks += len(run.slots)
         num_guarded += len(run.slots) if guards else 0
         num_leaves += free_leaf
-    assert num_leaves == len(leaves), "leaves do not add up"
+    leaves.validate(num_leaves)
     assert worth.num_blocks == num_blocks, "blocks that were not appraised"
     return num_blocks, num_guarded

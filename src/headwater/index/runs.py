@@ -22,7 +22,7 @@ class Run:
 
     __slots__ = (
         "children", "cut", "guards", "keys", "level", "maker", "marks", "parent", "past", "pins", "previous_s", "refs",
-        "slots", "start", "ticket",
+        "session", "slots", "start", "ticket", "wished_s",
     )  # fmt: skip
 
     def __init__(self, parent: "Run | None", start: int, past: Past, previous_s: float | None) -> None:
@@ -38,6 +38,8 @@ class Run:
         self.past = past
         self.previous_s = previous_s  # the use before the last, if there was one
         self.maker: Hold | None = None  # the hold that fills it, until somebody else uses it
+        self.session = b""  # the one session that ever used it; empty: none, or several
+        self.wished_s = 0.0  # until when that session wishes it to stay; 0: it does not, or may not
         self.level = False  # as a free leaf: whether all its blocks are worth the same
         self.ticket = 0  # of its valid entry among the free leaves; 0: it is none of them
         self.cut = False  # nobody finds it any more (`leaving.py`)
@@ -51,12 +53,21 @@ class Run:
         """Its blocks, in order, and their slots."""
         return [(BlockKey(bytes(self.keys[i * _K : (i + 1) * _K])), slot) for i, slot in enumerate(self.slots)]
 
+    def facts(self) -> list[object]:
+        """All of it, for snapshots; that of before there were sessions is the same."""
+        return [
+            *(self.keys.hex(), self.slots.tolist(), self.marks.hex(), self.start, self.past.facts(), self.previous_s),
+            *(self.refs, self.pins, self.guards, self.ticket),
+            *([self.session.hex(), self.wished_s] if self.session or self.wished_s else []),
+        ]
+
     def split(self, inside: int) -> "Run":
         """Cut it behind its first `inside` blocks. Returns the new upper part; the lower keeps its identity."""
         parent = self.parent
         if parent is None or parent.children is None or not 0 < inside < len(self.slots):
             raise Contradiction("a run that cannot be cut there")
         upper = Run(parent, self.start, self.past, self.previous_s)
+        upper.session, upper.wished_s = self.session, self.wished_s
         upper.keys, self.keys = self.keys[: inside * _K], self.keys[inside * _K :]
         upper.slots, self.slots = self.slots[:inside], self.slots[inside:]
         upper.marks, self.marks = self.marks[:inside], self.marks[inside:]

@@ -37,6 +37,10 @@ class BlockFacts:
     turns: int = 0  # how often the sequence had grown before this block was added to it
     cost_s: float = 0.0  # to recompute it when everything before it is there; 0: not known
     outlook: Outlook | None = None  # None: the holder measures nothing
+    gap_s: float | None = None  # from a turn of its session to the next, as expected; None: not known. See `Sessions`
+    spread: float = 0.0  # of such expectations, lately: standard deviation of the logarithm
+    wished_s: float | None = None  # until when its session wishes it to stay, if it may; None: it does not
+    left_chance: float | None = None  # its session left it behind: how many such blocks come back; None: it did not
 
 
 class Policy(ABC):
@@ -45,6 +49,7 @@ class Policy(ABC):
     name: ClassVar[str]
     looks_back: ClassVar[bool] = False  # whether it needs more than the four facts that every holder has
     by_recency: ClassVar[bool] = False  # whether the priority is `used_s`, whatever else is known: nobody has to ask
+    by_sessions: ClassVar[bool] = False  # whether it says when blocks are due: a holder that knows sessions asks for it
 
     @abstractmethod
     def priority(self, facts: BlockFacts) -> float:
@@ -53,3 +58,14 @@ class Policy(ABC):
         With all else equal it only rises, or only falls, with depth: where the ends of a row are worth the same, so is
         all between them.
         """
+
+    def due_s(self, facts: BlockFacts) -> float | None:
+        """When the block is expected to be used again; None: nobody can say. Must be finite. The same at any depth."""
+        return None
+
+    def leaves_before(self, due_s: float, priority: float, now_s: float, *, usual_s: float) -> bool:
+        """Whether the block that is due last, at `due_s`, leaves before the one with the lowest priority.
+
+        `usual_s`: the gap of all sessions, in the mean.
+        """
+        return False

@@ -27,7 +27,18 @@ from headwater.core.errors import HeadwaterError
 from headwater.disagg.outcome import Missing
 from headwater.disagg.protocol import Ticket
 from headwater.engine.engine import Engine
-from headwater.engine.request import Finish, Output, Request, RequestPhase, Sampling, Sending, Taking, Usage
+from headwater.engine.request import (
+    NOTHING_SAID,
+    Finish,
+    Output,
+    Request,
+    RequestPhase,
+    SaidOfTurn,
+    Sampling,
+    Sending,
+    Taking,
+    Usage,
+)
 from headwater.serve.errors import ApiError, HandoffFailed, closing, internal, no_room, not_finite, too_late, too_slow
 from headwater.serve.transcript import TextPiece, Transcript
 
@@ -119,6 +130,7 @@ class Answer:
         prompt: list[int],
         sampling: Sampling,
         salt: bytes,
+        said: SaidOfTurn = NOTHING_SAID,
         echo: str = "",
         handoff: Sending | Taking | None = None,
         after: Choice | None = None,
@@ -129,6 +141,7 @@ class Answer:
             prompt=prompt,
             sampling=sampling,
             salt=salt,
+            said=said,
             listen=lambda output: self._listen(choice, output),
             handoff=handoff,
             after=None if after is None else after.request,

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from headwater.engine.request import MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from headwater.engine.request import MAX_LOGPROBS, MAX_REPETITION_PENALTY, SaidOfTurn
 from headwater.engine.tokenizer import is_given
 from headwater.serve.body import Fields, as_text
 from headwater.serve.errors import invalid, shown, unsupported
+from headwater.serve.hints import hints_of
 
 MAX_CHOICES: Final = 128
 MAX_PROMPTS: Final = 2048
@@ -55,8 +56,6 @@ _REFUSED: Final[tuple[_Refusal, ...]] = (
     ("vllm_xargs", ({},), "leave it out"),
     ("store", (False,), "no answer is kept"),
     ("service_tier", ("auto", "default"), "there is one tier of service"),
-    ("prompt_cache_retention", ("in_memory",), "what is kept is decided by its use"),
-    ("prompt_cache_options", ({}, {"mode": "implicit"}), "what is kept is decided by its use"),
     ("moderation", (), "nothing is moderated"),
 )
 _COMPLETION_REFUSED: Final[tuple[_Refusal, ...]] = (("suffix", ("",), "leave it out"),)
@@ -120,6 +119,7 @@ class Asked:
     skip_special_tokens: bool
     echo: bool
     salt: bytes
+    said: SaidOfTurn  # hints to the cache
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -170,7 +170,7 @@ def read_asked(body: Fields, endpoint: str, own: Mapping[str, Any]) -> Asked:
     """What a body asks for, with the fields that are its API's `own`. Raises ApiError, which names what is wrong."""
     for name, harmless, message in _REFUSED:
         body.refuse(name, harmless, message)
-    for name in ("user", "safety_identifier", "prompt_cache_key"):  # hints that change no answer
+    for name in ("user", "safety_identifier"):  # hints that change no answer
         body.text(name)
     body.inner("metadata")
     stream, options = body.flag("stream"), body.inner("stream_options")
@@ -210,6 +210,7 @@ def read_asked(body: Fields, endpoint: str, own: Mapping[str, Any]) -> Asked:
         ignore_eos=body.flag("ignore_eos"),
         skip_special_tokens=body.flag("skip_special_tokens", default=True),
         salt=salt_of(body),
+        said=hints_of(body),
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous,

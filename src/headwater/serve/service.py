@@ -26,7 +26,7 @@ from headwater.build import Running
 from headwater.config.environment import default_node
 from headwater.config.serve import ServeConfig
 from headwater.core.errors import InvalidInput, ResourceClosed, needs_extra
-from headwater.disagg.headers import ATTEMPT, TRACEPARENT
+from headwater.disagg.headers import ATTEMPT, SESSION_ID, TRACEPARENT
 from headwater.engine.request import Sampling, Sending, Taking
 from headwater.engine.sampler import seed_of_choice
 from headwater.engine.scheduler import QueueFull
@@ -35,6 +35,7 @@ from headwater.serve.answer import Answer, ClientLeft, Unread
 from headwater.serve.asked import Asked
 from headwater.serve.bodies import Bodies
 from headwater.serve.errors import ApiError
+from headwater.serve.hints import with_header
 from headwater.serve.limits import Limits, limits_of
 from headwater.serve.logprobs import TokenNames
 from headwater.serve.middleware import admission_of, request_id, timeout_s, until_gone
@@ -273,6 +274,7 @@ class Service:
         """
         asked = question.asked
         _require_few_logprobs(question)
+        said = with_header(asked.said, arrival.http.headers.get(SESSION_ID))
         answer = Answer(self.running.engine, self.unread, timeout_s=arrival.timeout_s, until_s=arrival.until_s)
         for i, tokens in enumerate(question.prompts):
             handoff = handoffs[i] if handoffs else None
@@ -292,6 +294,7 @@ class Service:
                     prompt=tokens,
                     sampling=self._sampling(asked, max_tokens, number),
                     salt=salt,
+                    said=said,
                     echo=question.echoes[i] if asked.echo else "",
                     handoff=handoff if first is None else None,
                     after=first,

@@ -85,7 +85,8 @@ class Replay:
             outcome.missed_blocks[TOO_LONG] += len(keys) - num_slots
             keys = keys[:num_slots]
         self._live[name] = _Live(keys)
-        self._say(ev.Arrived(now_s=self._now_s, request=name, keys=keys, root=ROOT), name)
+        session = ev.session_of(request.session)
+        self._say(ev.Arrived(now_s=self._now_s, request=name, keys=keys, root=ROOT, session=session), name)
         self._ready.append(name)
         self._advance(self._now_s)
 

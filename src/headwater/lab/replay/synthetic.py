@@ -3,6 +3,9 @@
     chat       people who think between turns, behind a handful of shared system prompts; some ask once and go
     agents     long shared instructions, many quick steps that each add a tool's answer, now and then a second attempt
     documents  many questions about few long documents, the popular ones far more often
+    coding     agents at work for hours: steps at a pace of their own, people's pauses, sub-agents with prompts of their
+               own, contexts that are summed up when they are full
+    research   agents that send out sub-agents with their own instructions and question, again and again
 
 Not a model of anybody's traffic: the shapes are plausible and the numbers are made up, so results on them say how a
 policy behaves and not what it will save. The same arguments give the same requests, at each pass.
@@ -30,6 +33,9 @@ class _Session:
     answer_tokens: int = 0
     grown: int = 0  # segments of its own that were made so far
     ways: list[int] = field(default_factory=list)  # where an agent may begin anew
+    pace_s: float = 0.0  # between two steps, of an agent with a pace of its own
+    away: list[tuple[str, int]] = field(default_factory=list)  # of an agent whose sub-agent is at work: its own prompt
+    steps_left: int = 0  # of that sub-agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +110,60 @@ def _go_on_document(rng: random.Random, name: str, session: _Session) -> float:
     return rng.lognormvariate(0, 0.8) * 40
 
 
+def _begin_coding(rng: random.Random, name: str) -> _Session:
+    session = _Session([(f"tools {_popular(rng, 3)}", 14_000)], turns_left=10 + int(rng.expovariate(1 / 60)))
+    session.pace_s = 12 * rng.lognormvariate(0, 0.7)
+    _grow(session, name, _tokens(rng, 6_000))
+    return session
+
+
+def _go_on_coding(rng: random.Random, name: str, session: _Session) -> float:
+    _grow(session, name, session.answer_tokens)
+    _grow(session, name, _tokens(rng, 900))
+    if sum(tokens for _, tokens in session.segments) > 120_000:  # summed up: what came before is not asked for again
+        del session.segments[1:]
+        _grow(session, name, 5_000)
+    if rng.random() < 0.07 and not session.away:
+        return 300 * rng.lognormvariate(0, 1.2)
+    _send_out(rng, name, session, often=0.04, steps=10, prompt=("tools of a helper", 4_000))
+    return session.pace_s * rng.lognormvariate(0, 0.6)
+
+
+def _begin_research(rng: random.Random, name: str) -> _Session:
+    session = _Session([("instructions", 5_000)], turns_left=20 + int(rng.expovariate(1 / 40)))
+    session.pace_s = 6 * rng.lognormvariate(0, 0.5)
+    _grow(session, name, _tokens(rng, 20_000))
+    return session
+
+
+def _go_on_research(rng: random.Random, name: str, session: _Session) -> float:
+    _grow(session, name, session.answer_tokens)
+    _grow(session, name, _tokens(rng, 1_500))
+    _send_out(rng, name, session, often=0.3, steps=4, prompt=session.segments[0])
+    return session.pace_s * rng.lognormvariate(0, 0.8)
+
+
+def _send_out(
+    rng: random.Random, name: str, session: _Session, *, often: float, steps: int, prompt: tuple[str, int]
+) -> None:
+    """Now and then a sub-agent goes on in an agent's place; when it is done, the agent has its report."""
+    if session.away:
+        session.steps_left -= 1
+        if session.steps_left <= 0:
+            session.segments, session.away = session.away, []
+            _grow(session, name, _tokens(rng, 600))
+    elif rng.random() < often:
+        session.away, session.segments = session.segments, [prompt]
+        session.steps_left = 1 + int(rng.expovariate(1 / steps))
+        _grow(session, name, _tokens(rng, 1_500))
+
+
 _KINDS: Final = {
     "chat": _Kind(2.0, _begin_chat, _go_on_chat),
     "agents": _Kind(20.0, _begin_agent, _go_on_agent),
     "documents": _Kind(5.0, _begin_document, _go_on_document),
+    "coding": _Kind(60.0, _begin_coding, _go_on_coding),
+    "research": _Kind(30.0, _begin_research, _go_on_research),
 }
 KINDS: Final = tuple(_KINDS)
 
@@ -150,7 +206,8 @@ class Synthetic(Trace):
             now_s, number, session = heapq.heappop(waiting)
             session.answer_tokens = _tokens(rng, 250)
             input_tokens = sum(tokens for _, tokens in session.segments)
-            yield TraceRecord(round(now_s * 1e3), input_tokens, session.answer_tokens, self._ids(session, ids))
+            found = self._ids(session, ids)
+            yield TraceRecord(round(now_s * 1e3), input_tokens, session.answer_tokens, found, f"session {number}")
             if session.turns_left:
                 session.turns_left -= 1
                 now_s += self._kind.go_on(rng, f"session {number}", session)

@@ -1,8 +1,9 @@
 """Request traces: read, checked line by line, and named as production names blocks.
 
 A trace is one JSON object a line, in order of time: `timestamp` (milliseconds), `input_length` and `output_length`
-(tokens), `hash_ids` (one number per block of the prompt, the last one maybe not full). Other fields are passed over. It
-is read anew for each pass and never held as a whole.
+(tokens), `hash_ids` (one number per block of the prompt, the last one maybe not full), and maybe `session_id` (text:
+whose turn it is; only the policy `session` looks at it). Other fields are passed over. It is read anew for each pass
+and never held as a whole.
 
 A block's key is `core.keys.block_keys` over the ids, each as one block of two tokens (a 64-bit id is two u32). So two
 blocks share a key exactly where their ids *and* all ids before them are equal, whatever a trace means by an id;
@@ -40,6 +41,7 @@ class TraceRecord(NamedTuple):
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
+    session: str = ""
 
 
 class TraceRequest(NamedTuple):
@@ -48,6 +50,7 @@ class TraceRequest(NamedTuple):
     at_s: float
     ids: tuple[int, ...]
     keys: tuple[BlockKey, ...]
+    session: str = ""  # whose turn it is, if the trace says it
 
 
 class Trace(ABC):
@@ -71,7 +74,7 @@ class Trace(ABC):
             ids = record.ids
             if self.full_blocks_only:
                 ids = ids[: record.input_tokens // self.block_tokens]
-            yield TraceRequest(record.timestamp_ms / 1e3, ids, keys_of(ids))
+            yield TraceRequest(record.timestamp_ms / 1e3, ids, keys_of(ids), record.session)
 
 
 class TraceFile(Trace):
@@ -183,7 +186,10 @@ def _record(line: bytes, block_tokens: int) -> TraceRecord:
         raise InvalidInput(
             f"{len(ids)} hash_ids, and {input_tokens} tokens are {wanted} blocks of {block_tokens} (--block-tokens)"
         )
-    return TraceRecord(float(timestamp), input_tokens, output_tokens, tuple(ids))
+    session = found.get("session_id")
+    if not (session is None or isinstance(session, str)):
+        raise InvalidInput(f"session_id must be text, not {_short(session)}")
+    return TraceRecord(float(timestamp), input_tokens, output_tokens, tuple(ids), session or "")
 
 
 def _field(found: dict[str, Any], name: str) -> Any:
