@@ -76,7 +76,8 @@ class Brain:
         self.pins = Pins(self.index, config.num_slots, config.pin_share, self._out)
         parts = (self.index, self.slots, self.requests, self.saver, self.pins)
         self.room = Room(*parts)
-        self.purges = Purges(*parts, self.moves, self._out, forget_pending=self._forget_pending)
+        more = (self.moves, self._out, self.loader.give_up)
+        self.purges = Purges(*parts, *more, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,
