@@ -180,3 +180,14 @@ def test_who_was_barred_is_barred_from_further_up_by_the_next_purge() -> None:
     here.leave(holder)
     here.check()
     assert statuses(here, ask(here, "c", "1234")) == ["device", "miss", "miss", "miss"]
+
+
+def test_to_commit_nothing_behind_what_was_purged_is_nothing() -> None:
+    here = world(num_slots=12)
+    holder = run(here, "a", "12", more=1)
+    here.begin_purge(keys_of("1"), 0)
+    here.fill(holder, 0)
+    here.check()
+    here.end_purge()
+    here.leave(holder)
+    here.check()

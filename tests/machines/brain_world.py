@@ -341,7 +341,8 @@ class World:
             self.bar(guest)
             if guest.barred is not None and guest.table is None:
                 guest.known_slots = guest.known_slots[: guest.barred]
-        (said,) = self.tell(event)
+        *cancelled, said = self.tell(event)
+        assert all(isinstance(one, ev.Cancel) for one in cancelled)
         assert isinstance(said, ev.Purged)
         assert set(said.keys) == doomed
         assert 0 <= said.num_held <= len(said.keys)

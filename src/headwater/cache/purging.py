@@ -36,6 +36,7 @@ class Purges:
         pins: Pins,
         moves: Moves,
         out: list[ev.Instruction],
+        give_up: Callable[[RequestRecord], None],
         *,
         forget_pending: Callable[[str, Iterable[BlockKey]], None],
     ) -> None:
@@ -48,6 +49,7 @@ class Purges:
         self._pins = pins
         self._moves = moves
         self._out = out
+        self._give_up = give_up  # loading
         self._forget_pending = forget_pending
 
     def began(self, event: ev.PurgeBegan) -> None:
@@ -62,6 +64,7 @@ class Purges:
         for request in self._requests.values():
             if self.bar(request) and request.barred is not None:
                 self._forget_pending(request.request, request.keys[request.barred :])
+                self._give_up(request)
                 held = request.hold.num_blocks > request.barred
                 if self._evicting is not None and held and not request.reserved:  # it would be new to them
                     self._index.release(request.hold, now_s=event.now_s)

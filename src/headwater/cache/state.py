@@ -77,9 +77,9 @@ class Brain:
         self.loader = Loader(self.index, self.jobs, self.accounts, self.whys, cost=self.cost, enter=self._enter)
         reports = Reports(self.tiers, self.jobs, self.saver, self.moves, self._out, end=self._end)
         self.pins = Pins(self.index, config.num_slots, config.pin_share, self._out)
-        parts = (self.index, self.slots, self.requests, self.saver, self.pins)
+        parts, more = (self.index, self.slots, self.requests, self.saver, self.pins), (self.moves, self._out)
         self.room = Room(*parts)
-        self.purges = Purges(*parts, self.moves, self._out, forget_pending=self._forget_pending)
+        self.purges = Purges(*parts, *more, self.loader.give_up, forget_pending=self._forget_pending)
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             ev.Arrived: self._arrived,
             ev.Wanted: self._wanted,

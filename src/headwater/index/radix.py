@@ -113,7 +113,7 @@ class RadixIndex(PrefixIndex):
     ) -> "array[int]":
         """Get or create the blocks behind a hold, and move it to the last of them."""
         start = hold.num_blocks
-        if cast(Run, hold.at).cut:
+        if keys and cast(Run, hold.at).cut:
             raise Contradiction("blocks for everybody behind some that nobody finds")
         self.advance(hold, keys, now_s=now_s)
         num_known = hold.num_blocks - start
