@@ -531,7 +531,9 @@ class World:
         raise AssertionError(f"not refused: {event}")
 
     def ignore(self, event: ev.Event) -> None:
-        """What is too late changes nothing."""
+        """What is too late changes nothing, but that time passes: pins whose time is up end with any event."""
+        if any(0 < pin.until_s <= self.now_s for pin in self.brain.pins):
+            assert self.tell(event) == []
         before = self.brain.digest()
         assert self.tell(event) == []
         assert self.brain.digest() == before, "ignored, and yet something changed"
