@@ -130,7 +130,7 @@ class Loader:
         the request has slots for was found to pay, and whoever was told that counts on it. With `meet` the engine can
         compute while what lies behind is loaded.
         """
-        request.may_meet = meet
+        request.may_meet = meet = meet and request.barred is None  # what it may load ends somewhere in its prompt
         head_s = 0.0  # until what is loaded first is there
         paused = [name for name in request.held if not self._jobs.tiers[name].breakers[JobKind.LOAD].would_allow(now_s)]
         for store in paused if meet and not promised else ():
