@@ -439,10 +439,10 @@ class World:
             num_held = num_leading(errand.results, HELD)
             for key in order.keys[num_held:]:
                 self.claims[into(order), key].discard(order.job)
-                if (
-                    Status.MISS in errand.results[num_held : num_held + 1]
-                ):  # whoever said that the source has it was wrong
-                    self.claims[order.store, key] &= set(self.errands)
+                if Status.MISS in errand.results[num_held : num_held + 1]:
+                    # Whoever said that the source has it was wrong; but a job that began later knows better.
+                    said = self.claims[order.store, key]
+                    said -= {job for job in said if job not in self.errands and job < order.job}
         elif isinstance(order, ev.Load):
             for key in order.keys[: num_leading(errand.results, (Status.HIT,))]:
                 self.claims[order.store, key].add(order.job)

@@ -62,14 +62,17 @@ class Purges:
         self._pins.purged(event)
         cut = self._cut(event)
         for request in self._requests.values():
-            if self.bar(request) and request.barred is not None:
-                self._forget_pending(request.request, request.keys[request.barred :])
-                self._give_up(request)
-                held = request.hold.num_blocks > request.barred
-                if self._evicting is not None and held and not request.reserved:  # it would be new to them
-                    self._index.release(request.hold, now_s=event.now_s)
-                    request.hold = self._index.hold([], now_s=event.now_s, hint=request.hold.hint)
-                    request.gave_way = True
+            depth = self._depth(request)
+            if depth is None:
+                continue
+            self.bar(request)
+            self._forget_pending(request.request, request.keys[depth:])
+            self._give_up(request)
+            held = request.hold.num_blocks > depth  # one that was barred before may have found what came since
+            if self._evicting is not None and held and not request.reserved:  # it would be new to them
+                self._index.release(request.hold, now_s=event.now_s)
+                request.hold = self._index.hold([], now_s=event.now_s, hint=request.hold.hint)
+                request.gave_way = True
         num_gone = self.sweep()
         self._out.append(ev.Purged(keys=tuple(cut), num_held=len(cut) - num_gone))
 
@@ -91,17 +94,20 @@ class Purges:
 
         Whether that is new.
         """
-        if self.open is None:
-            return False
-        path, depth = self.open.keys, len(self.open.keys) - 1
-        if path:
-            leads_there = len(request.keys) > depth and request.keys[depth] == path[-1]
-        else:
-            leads_there, depth = request.tenant == self.open.tenant, 0
-        if not leads_there or (request.barred is not None and request.barred <= depth):
+        depth = self._depth(request)
+        if depth is None or (request.barred is not None and request.barred <= depth):
             return False
         request.barred = depth
         return True
+
+    def _depth(self, request: RequestRecord) -> int | None:
+        """From which block on a request's path leads to what is being purged."""
+        if self.open is None:
+            return None
+        path, depth = self.open.keys, len(self.open.keys) - 1
+        if not path:
+            return 0 if request.tenant == self.open.tenant else None
+        return depth if len(request.keys) > depth and request.keys[depth] == path[-1] else None
 
     def ended(self, event: ev.PurgeEnded) -> None:
         """No store has them any more. Raises InvalidInput where no purge is open."""
