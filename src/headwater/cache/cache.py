@@ -17,12 +17,11 @@ slots until they are released, have what they were told they have, and get no mo
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from headwater.cache.explanations import Explained, Text
-from headwater.cache.match import DEVICE, Match
+from headwater.cache.match import DEVICE, Match, Progress
 from headwater.cache.records import JobKind
 from headwater.cache.shell import Shell
 from headwater.core import events as ev
@@ -32,25 +31,6 @@ from headwater.core.results import Status, TierPurge
 from headwater.index.base import NO_HINT, Hint
 
 log = logging.getLogger("headwater")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a request is: its first `num_ready` blocks are on the device and may be used.
-
-    While it is `loading`, the first `num_expected` will be, if all goes well. If it is `stuck`, its loads may never
-    end: it is to be released, and to come again; the slots that it had stay out of use until they end.
-
-    While it is `meeting`, it may compute, and blocks behind those are loaded at the same time: `num_ready` jumps when
-    it has come to them. It is to `claim` what it computes: blocks before `num_claimed`, and no others.
-    """
-
-    num_ready: int
-    loading: bool
-    num_expected: int
-    stuck: bool = False
-    meeting: bool = False
-    num_claimed: int = 0
 
 
 class PinFacts(NamedTuple):

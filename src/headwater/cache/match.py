@@ -1,4 +1,4 @@
-"""The answer to a request that asks what is there: for each block of its prompt HIT (where), PENDING or MISS."""
+"""What a request hears: for each block of its prompt HIT (where), PENDING or MISS; and how far its loads are."""
 
 import enum
 from collections.abc import Callable, Iterator
@@ -82,3 +82,22 @@ def describe(
             parts[-1] = parts[-1]._replace(end=num_blocks)  # nobody can say more of what comes behind
             break
     return Match(request, num_blocks, tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request is: its first `num_ready` blocks are on the device and may be used.
+
+    While it is `loading`, the first `num_expected` will be, if all goes well. If it is `stuck`, its loads may never
+    end: it is to be released, and to come again; the slots that it had stay out of use until they end.
+
+    While it is `meeting`, it may compute, and blocks behind those are loaded at the same time: `num_ready` jumps when
+    it has come to them. It is to `claim` what it computes: blocks before `num_claimed`, and no others.
+    """
+
+    num_ready: int
+    loading: bool
+    num_expected: int
+    stuck: bool = False
+    meeting: bool = False
+    num_claimed: int = 0

@@ -41,8 +41,7 @@ from headwater.core import events as ev
 from headwater.core.errors import Contradiction, InvalidInput
 from headwater.core.events import Event, Instruction
 from headwater.core.identity import TENANT_BYTES
-from headwater.core.keys import BlockKey
-from headwater.core.page import KEY_BYTES
+from headwater.core.keys import BlockKey, require_keys
 from headwater.core.results import Reason, Status
 from headwater.index.base import Hint, Hold, PathIndex, Victim
 from headwater.index.radix import RadixIndex
@@ -158,7 +157,7 @@ class Brain:
                 self.loader.probe(known, event.now_s)
             return
         keys = list(event.keys)
-        _require_keys([event.root, *keys])
+        require_keys([event.root, *keys])
         if len(event.tenant) != TENANT_BYTES:
             raise InvalidInput(f"a tenant is {TENANT_BYTES} bytes (CacheIdentity.tenant), not {len(event.tenant)}")
         if len(event.session) not in (0, ev.SESSION_BYTES) or not 0 <= event.keep_s < float("inf"):
@@ -268,7 +267,7 @@ class Brain:
         named = request.keys[start:end]
         if named != list(event.keys[: len(named)]):
             raise InvalidInput(f"request {event.request!r} was announced with other keys than it commits")
-        _require_keys(event.keys[len(named) :])
+        require_keys(event.keys[len(named) :])
         request.keys.extend(event.keys[len(named) :])
         self.purges.bar(request)
         self._enter(request, event.keys, event.now_s)
@@ -400,9 +399,3 @@ class Brain:
         if request is None:
             raise InvalidInput(f"there is no request {name!r}: it has not asked, or has left")
         return request
-
-
-def _require_keys(keys: Sequence[BlockKey]) -> None:
-    """The index compares keys back to back: one of another length would shift all behind it."""
-    if keys and set(map(len, keys)) != {KEY_BYTES}:
-        raise InvalidInput(f"a block key has {KEY_BYTES} bytes")

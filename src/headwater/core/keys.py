@@ -202,3 +202,9 @@ def _is_bytes(value: object, low: int, end: int) -> bool:
 
 def _is_label(value: object) -> bool:
     return isinstance(value, str) and value.isprintable() and bool(value)
+
+
+def require_keys(keys: Sequence[BlockKey]) -> None:
+    """The index compares keys back to back: one of another length would shift all behind it."""
+    if keys and set(map(len, keys)) != {KEY_BYTES}:
+        raise InvalidInput(f"a block key has {KEY_BYTES} bytes")

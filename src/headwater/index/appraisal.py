@@ -43,12 +43,12 @@ class Appraisal:
         """Whether a block's priority depends on that block alone."""
         return self._returns is None
 
-    def follow(self, policy: Policy, sessions: Sessions | None) -> None:
+    def follow(self, policy: Policy, sessions: Sessions) -> None:
         """Another policy: what was counted stays, if it looks back and so did the last.
 
-        `sessions`: as above; those of the last one, if it went by them.
+        `sessions`: those of the last one, if it went by them; for a policy that does.
         """
-        self.sessions = sessions
+        self.sessions = sessions if policy.by_sessions else None
         if policy.looks_back != self._policy.looks_back:
             self._returns = Returns() if policy.looks_back else None
         self._policy = policy

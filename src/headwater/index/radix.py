@@ -22,7 +22,7 @@ from headwater.index.free_leaves import FreeLeaves
 from headwater.index.ghosts import Ghosts, Past
 from headwater.index.leaving import LeavingRuns
 from headwater.index.radix_facts import blocks_of, runs_and_leaves, validate_runs
-from headwater.index.runs import Run, below, parts_of
+from headwater.index.runs import Run, below, num_marked, parts_of
 from headwater.index.tails import Tails
 from headwater.policy import Policy, Sessions
 
@@ -213,8 +213,7 @@ class RadixIndex(PrefixIndex):
 
     def rank_by(self, policy: Policy) -> None:
         """Have blocks leave in another order from now on."""
-        sessions = self._worth.sessions if self._worth.sessions is not None else Sessions.of(self.ghosts.limit)
-        self._worth.follow(policy, sessions if policy.by_sessions else None)
+        self._worth.follow(policy, self._worth.sessions or Sessions.of(self.ghosts.limit))
         self._leaves.rank_anew()
 
     def sweep(self) -> list[int]:
@@ -327,15 +326,7 @@ class RadixIndex(PrefixIndex):
 
     def num_marked(self, hold: Hold, bit: int) -> int:
         """How many held blocks come before those at the end that lack `bit`."""
-        at = hold.num_blocks
-        run: Run | None = cast(Run, hold.at)
-        while run is not None:
-            while at > run.start:
-                if run.marks[at - 1 - run.start] & bit:
-                    return at
-                at -= 1
-            run = run.parent
-        return 0
+        return num_marked(cast(Run, hold.at), hold.num_blocks, bit)
 
     def blocks(self) -> list[tuple[BlockKey, BlockKey | None, int]]:
         """Every block as (key, key before it, slot)."""

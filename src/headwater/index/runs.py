@@ -115,6 +115,18 @@ def parts_of(run: Run, start: int, end: int) -> list[tuple[Run, int, int]]:
     return found
 
 
+def num_marked(run: Run, num_blocks: int, bit: int) -> int:
+    """How many blocks of the path to a run, of its first `num_blocks`, come before those at the end that lack `bit`."""
+    found: Run | None = run
+    while found is not None:
+        while num_blocks > found.start:
+            if found.marks[num_blocks - 1 - found.start] & bit:
+                return num_blocks
+            num_blocks -= 1
+        found = found.parent
+    return 0
+
+
 @cache
 def _marking(bit: int, on: bool) -> bytes:  # noqa: FBT001  private, and cached by position
     """What each byte of marks becomes."""
