@@ -395,7 +395,6 @@ class Brain:
             self.saver.clean(now_s)
 
     def _request(self, name: str) -> RequestRecord:
-        request = self.requests.get(name)
-        if request is None:
+        if name not in self.requests:
             raise InvalidInput(f"there is no request {name!r}: it has not asked, or has left")
-        return request
+        return self.requests[name]

@@ -335,9 +335,8 @@ class RadixIndex(PrefixIndex):
     def facts(self) -> list[object]:
         """All that the index knows."""
         leaving = self._leaving.facts()
-        runs = runs_and_leaves(below(self._root), self._leaves)
-        tails = self._tails.facts()
-        return [*runs, self.ghosts.facts(), self._worth.facts(), *tails, *([leaving] if leaving else [])]
+        known = (*runs_and_leaves(below(self._root), self._leaves), self.ghosts.facts(), self._worth.facts())
+        return [*known, *self._tails.facts(), *([leaving] if leaving else [])]
 
     def validate(self) -> None:
         """Raise AssertionError if the index contradicts itself."""
