@@ -319,3 +319,12 @@ def test_what_is_late_is_not_split_where_nobody_knows_what_computing_takes() -> 
     assert not here.meets(guest)
     assert not rows(here)
     here.close()
+
+
+def test_a_crowd_of_first_loads_is_waited_for_as_long_as_the_tier_may_take() -> None:
+    """Nobody knows how fast it is, so nothing was expected that it could fall short of."""
+    here = world(tier(), num_slots=40, compute_base_s=0.01)
+    fill_store(here, "host", PROMPT)
+    begin(here)
+    assert the(here, ev.Load).order.deadline_s == here.now_s + 5.0
+    here.close()

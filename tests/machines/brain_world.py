@@ -625,7 +625,7 @@ class World:
             if any(job.job == one.job for job in self.brain.requests[guest.name].loads):
                 assert isinstance(event, ev.Wanted)
                 compute_s = 0.0 if event.promised else sum(map(self.brain.cost.block_s, range(start, end)))
-                if compute_s:
+                if compute_s and self.brain.tiers[one.store].loading.known:
                     waits_s = min(waits_s, max(1.25 * compute_s, 0.2 * waits_s))
                 assert start == (guest.loads[-1].start + len(guest.loads[-1].order.keys) if guest.loads else guest.base)
                 guest.loads.append(errand)

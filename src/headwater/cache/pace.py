@@ -52,6 +52,11 @@ class LoadPace:
             self.start_s = found[0]
         self._levels = [max(took - self.start_s, _LEAST * took) / size for size, took in self._samples]
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was ever measured."""
+        return bool(self._samples)
+
     def seconds(self, num_bytes: int, now_s: float) -> float:
         """How long so many bytes should take; nothing, as long as nobody knows, or not any more."""
         return 0.0 if now_s - self._measured_s > _FORGOTTEN_S else self.recall(num_bytes)

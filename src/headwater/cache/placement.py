@@ -188,10 +188,13 @@ def patience_s(tier: TierState, cost: ComputeCost, start: int, end: int) -> floa
     """How long a load of blocks [start, end) is waited for: no longer than computing them instead would make good.
 
     It was expected to be faster than that; if it is not, the tier is not what it was. What has come by then counts.
+    Of a tier that was never measured nothing was expected: a crowd of first loads waits in its queue as it may.
     """
     compute_s = cost.row_s(start, end)
     timeout_s = tier.config.load_timeout_s
-    return min(timeout_s, max(_PATIENCE * compute_s, _LEAST_PATIENCE * timeout_s)) if compute_s > 0 else timeout_s
+    if compute_s <= 0 or not tier.loading.known:
+        return timeout_s
+    return min(timeout_s, max(_PATIENCE * compute_s, _LEAST_PATIENCE * timeout_s))
 
 
 def how_much_to_load(
