@@ -52,6 +52,18 @@ def test_what_is_kept_is_bounded_in_requests_and_in_bytes() -> None:
     assert known._left_bytes == 4000
 
 
+def test_texts_of_a_tenant_are_forgotten_and_no_others() -> None:
+    known = Explanations(most=100, most_text_bytes=4000)
+    for number in range(60):
+        known.add(explanation(str(number), tenant=bytes([number % 2] * 16)), text(*range(10)) if number % 3 else None)
+    known.forget_texts(bytes(16))
+    assert len(known.newest()) == 60, "what was said of them stays"
+    left = [one for one in known.newest() if one.text is not None]
+    assert left == list(reversed(known._texts))
+    assert {one.explanation.tenant for one in left} == {bytes([1] * 16)}
+    assert known._left_bytes == 4000 - 40 * len(left)
+
+
 def test_ten_thousand_requests_take_some_hundred_bytes_each_and_their_texts() -> None:
     tracemalloc.start()
     try:

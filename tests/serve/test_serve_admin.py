@@ -31,6 +31,11 @@ def here(directory: Path, model: Model, tmp_path: Path) -> Iterator[Served]:
         yield one
 
 
+def num_texts(here: Served) -> int:
+    """Requests whose text is still known, for explanations."""
+    return sum(one.text is not None for one in here.running.cache.explanations()[1])
+
+
 def ask(here: Served, prompt: list[int], salt: str | None = None) -> tuple[str, int]:
     """A short answer, and how many of the prompt's tokens were there."""
     body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 4, "cache_salt": salt}
@@ -85,7 +90,9 @@ def test_a_prefix_is_gone_from_device_and_disk_with_what_builds_on_it(here: Serv
 def test_a_tenant_is_gone_and_no_other(here: Served) -> None:
     for salt in (None, "one", "two"):
         ask(here, PROMPT, salt)
+    assert num_texts(here) == 3
     found = purge(here, cache_salt="one", whole_tenant=True)
+    assert num_texts(here) == 2
     assert found["removed"]["device"] == found["removed"]["disk"] == (len(PROMPT) + 3) // size(here)
     assert found["from_token"] is None
     assert [ask(here, PROMPT, salt)[1] > 0 for salt in (None, "one", "two")] == [True, False, True]
@@ -108,6 +115,7 @@ def test_what_a_running_request_uses_leaves_with_it(here: Served) -> None:
         assert text
     here.until_free()
     assert here.running.cache.drain(WAIT_S)
+    assert num_texts(here) == 1, "what was barred leaves no text behind; what was asked since does"
     with here.running.cache.still() as brain:
         assert brain.slots.counts()[SlotState.LEAVING] == 0
 

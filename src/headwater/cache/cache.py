@@ -206,9 +206,11 @@ class TieredCache(Shell):
             if request in self._old.grants:
                 self._drop(request)
                 return None
+            record = self.brain.requests.get(request)
+            is_barred = record is not None and record.barred is not None  # it was to be purged: so is its text
             out = self._handle(ev.Left(now_s=now_s, request=request))
             if (explained := self.brain.whys.explained) is not None and explained.request == request:
-                self._explanations.add(explained, text)
+                self._explanations.add(explained, None if is_barred else text)
             return next((one for one in out if isinstance(one, ev.Finished)), None)
 
     def explanations(self) -> tuple[float, list[Explained]]:
@@ -254,6 +256,7 @@ class TieredCache(Shell):
                 whole = bool(said) and generation == self.generation
                 if whole:
                     self._handle(ev.PurgeEnded(now_s=self._clock.monotonic()))
+                self._explanations.forget_texts(tenant)
         if not whole:
             raise HeadwaterError("the cache's brain failed meanwhile: some of it may be back, so purge again")
         for tier, num in ((DEVICE, len(known)), *((one.tier, one.num_removed) for one in tiers)):

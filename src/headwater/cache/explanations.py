@@ -92,6 +92,14 @@ class Explanations:
             one.text = None
             self._texts.popleft()
 
+    def forget_texts(self, tenant: bytes) -> None:
+        """A tenant wants blocks gone: no text of its requests stays. What was said of them does."""
+        for one in self._texts:
+            if one.explanation.tenant == tenant and one.text is not None:
+                self._left_bytes += _num_bytes(one.text)
+                one.text = None
+        self._texts = deque(one for one in self._texts if one.text is not None)
+
     def newest(self) -> list[Explained]:
         """All of them, newest first."""
         return list(reversed(self._all))
