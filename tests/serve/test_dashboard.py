@@ -284,7 +284,7 @@ def test_it_is_behind_the_key_and_the_page_is_not(here: Served) -> None:
         assert here.post(path, {}).status_code == 405
     assert 'data-key="wanted"' in here.get("/").text
     assert here.get("/dashboard").status_code == 401
-    assert here.running.metrics.value("http_requests_total", endpoint="/admin/state") >= 5
+    here.until(lambda: here.running.metrics.value("http_requests_total", endpoint="/admin/state") >= 5)
 
 
 def test_the_page_asks_nobody_else_and_sets_no_markup() -> None:

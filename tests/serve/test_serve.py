@@ -286,6 +286,7 @@ def test_health_and_metrics(served: Served) -> None:
     for _ in range(2):
         served.complete(PROMPT, max_tokens=4)
     served.get("/nowhere")
+    served.until(lambda: served.running.metrics.value("http_requests_total") == 4)  # counted when all was sent
     found = served.get("/metrics")
     assert found.headers["content-type"].startswith("text/plain")
     values = {

@@ -136,7 +136,7 @@ def test_it_is_behind_the_key_and_takes_no_nonsense(here: Served) -> None:
     shown = CliRunner().invoke(app, ["revive", "--url", here.url, "--api-key", "another"])
     assert shown.exit_code == 1
     assert "answers 401" in shown.stderr
-    assert here.running.metrics.value("http_requests_total", endpoint="/admin/revive") >= 7
+    here.until(lambda: here.running.metrics.value("http_requests_total", endpoint="/admin/revive") >= 7)
 
 
 @pytest.mark.fault("S19")

@@ -376,7 +376,7 @@ def test_a_fault_in_the_server_is_a_500_that_tells_nothing(
     check_error(found, 500, code="internal_error")
     assert "secret" not in found.text
     served.until(lambda: "the secret place" in caplog.text)
-    assert served.running.metrics.value("http_requests_total", status="500") == 1
+    served.until(lambda: served.running.metrics.value("http_requests_total", status="500") == 1)
 
 
 def test_an_answer_that_takes_too_long_is_given_up(directory: Path, model: Model) -> None:
